@@ -1,0 +1,1 @@
+"""Numeric-aware training losses in JAX."""
