@@ -1,0 +1,139 @@
+"""The operands every loss shares: their checks, the match of targets with numeric tokens, the numeric columns.
+
+Checks look at shapes and dtypes, never at values: they cost nothing under jit and need no device.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from smmd_jax.errors import TokenRangeError
+from smmd_jax.kernels import NumericKernel
+from smmd_jax.numeric_vocab import NumericVocab
+
+Vocabulary = NumericKernel | NumericVocab
+
+
+def check_targets_dtype(what: str, targets: Any) -> None:
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise TypeError(f"{what} must be integer token ids, got dtype {targets.dtype}.")
+
+
+def check_mask(where: str, mask: Any, shape: tuple[int, ...]) -> None:
+    if mask.shape != shape:
+        raise ValueError(f"{where}: mask has shape {mask.shape}, targets have shape {shape}; they must be the same.")
+    if mask.dtype != jnp.bool_:
+        raise TypeError(f"{where}: mask must be boolean (true where a position counts), got {mask.dtype}; pass mask != 0.")
+
+
+def check_operands(
+    name: str, scores: Any, targets: Any, mask: Any, *, what: str = "logits", last: str = "V"
+) -> tuple[Float[Array, "*batch V"], Int[Array, "*batch"], Bool[Array, "*batch"] | None]:
+    """Convert the operands of a loss to arrays and check that they fit one another."""
+    scores, targets = jnp.asarray(scores), jnp.asarray(targets)
+    if not jnp.issubdtype(scores.dtype, jnp.floating):
+        raise TypeError(f"{name}: {what} must be floating point, got dtype {scores.dtype}.")
+    check_targets_dtype(f"{name}: targets", targets)
+    if scores.ndim == 0 or scores.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"{name}: {what} must be [..., {last}] and targets [...], got {scores.shape} and {targets.shape}; "
+            "nothing is shifted here: shift_targets moves the targets by one."
+        )
+    if mask is not None:
+        mask = jnp.asarray(mask)
+        check_mask(name, mask, targets.shape)
+    return scores, targets, mask
+
+
+def check_vocabulary(name: str, kernel: Any, wanted: type | tuple[type, ...] = (NumericKernel, NumericVocab)) -> None:
+    if isinstance(kernel, wanted):
+        return
+    if isinstance(kernel, NumericVocab):
+        raise TypeError(f"{name}: needs a NumericKernel, got a NumericVocab; pass make_numeric_kernel(vocab).")
+    raise TypeError(f"{name}: kernel must be a NumericKernel or NumericVocab, got {type(kernel).__name__}.")
+
+
+def check_head_width(name: str, kernel: Vocabulary, width: int) -> None:
+    """Refuse a head that is narrower than the largest numeric id: JAX would clamp the index and read another token."""
+    needed = kernel.vocab.min_vocab_size
+    if needed > width:
+        raise TokenRangeError(
+            f"{name}: numeric token id {needed - 1} lies outside a vocabulary of width {width}; "
+            "the numeric vocabulary and the model's head belong to different tokenizers."
+        )
+
+
+def check_head(name: str, hidden: Any, head: Any, kernel: Vocabulary) -> Float[Array, "D V"]:
+    """Check a head of shape [D, V] against hidden states [..., D]."""
+    head = jnp.asarray(head)
+    if not jnp.issubdtype(head.dtype, jnp.floating):
+        raise TypeError(f"{name}: head must be floating point, got dtype {head.dtype}.")
+    depth = hidden.shape[-1]
+    if head.ndim != 2 or head.shape[0] != depth:
+        turned = head.ndim == 2 and head.shape[1] == depth
+        advice = "this head is [V, D]: pass head.T." if turned else "head must be [D, V] with the D of hidden [..., D]."
+        raise ValueError(f"{name}: hidden is {hidden.shape} and head is {head.shape}; {advice}")
+    check_head_width(name, kernel, head.shape[1])
+    return head
+
+
+def match_targets(
+    targets: Int[Array, "*batch"], token_ids: Int[Array, "N"], mask: Bool[Array, "*batch"] | None
+) -> Bool[Array, "*batch N"]:
+    """Compare each target with each numeric id: one-hot rows, all false where the target is no number or is masked.
+
+    A comparison, not an index: an ignore label such as -100 matches nothing and can never read another token's row.
+    """
+    match = targets[..., None] == token_ids
+    return match if mask is None else match & mask[..., None]
+
+
+def numeric_columns(
+    name: str, logits: Float[Array, "*batch V"], kernel: Vocabulary
+) -> Float[Array, "*batch N"]:
+    """Take the columns of the numeric tokens, in the logits' own dtype."""
+    check_head_width(name, kernel, logits.shape[-1])
+    return logits.at[..., kernel.token_ids].get(mode="promise_in_bounds", unique_indices=True)
+
+
+def live_rows(
+    scores: Float[Array, "*batch K"], live: Bool[Array, "*batch"]
+) -> Float[Array, "*batch K"]:
+    """Put zeros into the rows that do not count, before any arithmetic: NaN times 0 would be NaN, in the gradient too."""
+    return jnp.where(live[..., None], scores, jnp.zeros((), scores.dtype))
+
+
+def numeric_operands(
+    name: str, logits: Any, targets: Any, kernel: Vocabulary, mask: Any
+) -> tuple[Float[Array, "*batch N"], Bool[Array, "*batch N"]]:
+    """Check logits and targets; return the float32 numeric columns, zeros in dead rows, and the match of the targets."""
+    check_vocabulary(name, kernel)
+    logits, targets, mask = check_operands(name, logits, targets, mask)
+    match = match_targets(targets, kernel.token_ids, mask)
+    columns = live_rows(numeric_columns(name, logits, kernel), match.any(-1))
+    return columns.astype(jnp.float32), match
+
+
+def full_operands(
+    name: str, logits: Any, targets: Any, kernel: Vocabulary, mask: Any
+) -> tuple[Float[Array, "*batch V"], Bool[Array, "*batch N"]]:
+    """As `numeric_operands`, with the whole vocabulary: for losses that take the softmax over all tokens."""
+    check_vocabulary(name, kernel)
+    logits, targets, mask = check_operands(name, logits, targets, mask)
+    check_head_width(name, kernel, logits.shape[-1])
+    match = match_targets(targets, kernel.token_ids, mask)
+    return live_rows(logits, match.any(-1)).astype(jnp.float32), match
+
+
+def target_values(match: Bool[Array, "*batch N"], kernel: Vocabulary) -> Float[Array, "*batch"]:
+    """Look up the value of each target; 0 where it is no number."""
+    return jnp.sum(jnp.where(match, kernel.values, 0.0), axis=-1)
+
+
+def at_numeric(values: Float[Array, "*batch"], match: Bool[Array, "*batch N"]) -> Float[Array, "*batch"]:
+    """Keep a loss at numeric targets; exactly 0 elsewhere."""
+    return jnp.where(match.any(-1), values, 0.0)
+
+

@@ -1,0 +1,53 @@
+"""Reductions that carry numerator and denominator apart until the one division, over the global batch."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Num
+
+
+def sum_and_count(values: Float[Array, "*batch"], mask: Bool[Array, "*batch"]) -> tuple[Float[Array, ""], Int[Array, ""]]:
+    """Sum the values under a mask and count them; sums and counts of micro-batches or shards simply add.
+
+        sum = sum of values where mask,   count = number of true positions of mask
+
+    Args:
+      values: [...] one value per position; those outside the mask may be anything, NaN too.
+      mask: [...] bool, the same shape.
+
+    Returns:
+      (sum, count): a float32 and an int32 scalar.
+
+    Raises:
+      ValueError: the shapes differ.
+      TypeError: the mask is not boolean.
+
+    Example:
+      >>> sum_and_count(jnp.array([1.0, 2.0, jnp.nan]), jnp.array([True, True, False]))
+      (Array(3., dtype=float32), Array(2, dtype=int32))
+    """
+    values, mask = jnp.asarray(values), jnp.asarray(mask)
+    if values.shape != mask.shape:
+        raise ValueError(f"sum_and_count: values {values.shape} and mask {mask.shape} must have the same shape.")
+    if mask.dtype != jnp.bool_:
+        raise TypeError(f"sum_and_count: mask must be boolean, got {mask.dtype}; pass mask != 0.")
+    total = jnp.sum(jnp.where(mask, values, 0), dtype=jnp.float32)
+    return total, jnp.sum(mask, dtype=jnp.int32)
+
+
+def mean_from(sum: Num[Array, "*batch"], count: Num[Array, "*batch"]) -> Float[Array, "*batch"]:
+    """Divide a sum by its count; the mean over nothing is 0, with zero gradient.
+
+        mean = sum / count if count > 0 else 0
+
+    Args:
+      sum: [...] a sum of values.
+      count: [...] how many values went into it.
+
+    Returns:
+      [...] float32.
+
+    Example:
+      >>> mean_from(6.0, 3), mean_from(0.0, 0)
+      (Array(2., dtype=float32), Array(0., dtype=float32))
+    """
+    sum, count = jnp.asarray(sum, jnp.float32), jnp.asarray(count)
+    return jnp.where(count > 0, sum, 0.0) / jnp.maximum(count, 1).astype(jnp.float32)
