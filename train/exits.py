@@ -1,0 +1,221 @@
+"""How a command ends: one exit code per cause, one paragraph on stderr, and a clean stop on a signal."""
+
+import errno
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import NoReturn
+
+from absl import logging as absl_logging
+
+from smmd_jax.errors import TokenizerError, TokenRangeError
+from train.environment import redact
+
+
+class RunError(Exception):
+    """A foreseen end of a run; the message is one paragraph that says what to do next."""
+
+    exit_code = 1
+
+
+class UsageError(RunError, ValueError):
+    """A flag, a config value or the choice of a run folder is wrong."""
+
+    exit_code = 2
+
+
+class DataError(RunError, ValueError):
+    """The data are refused: malformed, empty, or not the data this run was started with."""
+
+    exit_code = 3
+
+
+class CheckpointCorruptError(RunError):
+    """There are checkpoints, and none of them can be used."""
+
+    exit_code = 4
+
+
+class CheckpointMismatchError(RunError):
+    """The newest checkpoint is sound and holds another tree than this run's state."""
+
+    exit_code = 4
+
+
+class StorageError(RunError):
+    """A save failed: no space, no permission, or a broken disk."""
+
+    exit_code = 5
+
+
+class NonFiniteError(RunError):
+    """A loss, a gradient or a parameter is NaN or infinite; nothing was updated or saved with it."""
+
+    exit_code = 6
+
+
+class DistributedError(RunError):
+    """Another process of the run failed or disagrees."""
+
+    exit_code = 7
+
+
+class WriterLockError(RunError):
+    """Another process writes to this run folder."""
+
+    exit_code = 8
+
+
+class StoppedError(RunError):
+    """The run obeyed a signal after a verified save; the code is 128 + the signal's number (143 for SIGTERM)."""
+
+    def __init__(self, message: str, signal_number: int = signal.SIGTERM):
+        super().__init__(message)
+        self.exit_code = 128 + signal_number
+
+
+EXIT_CODES = {
+    0: "done",
+    1: "an error that was not foreseen",
+    2: "usage: a flag or config value is wrong",
+    3: "the data were refused",
+    4: "no checkpoint can be used",
+    5: "storage: no space, or a save failed",
+    6: "a loss or gradient was not finite",
+    7: "another process of the run failed",
+    8: "another process writes to the run folder",
+    143: "stopped by SIGTERM after a verified save",
+}
+
+_STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
+# How jax words the loss of a peer; it raises no class of its own for it.
+_PEER_WORDS = ("coordination service", "heartbeat", "DEADLINE_EXCEEDED", "UNAVAILABLE", "Connection reset by peer")
+
+
+class StopSignals:
+    """Turn the first SIGTERM or SIGINT into a flag that the loop reads; the second one ends the process at once.
+
+    Example:
+        >>> with StopSignals() as stop:
+        ...     stop.received is None
+        True
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._former: dict[int, object] = {}
+
+    def __enter__(self) -> "StopSignals":
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._former[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            os._exit(128 + number)
+        self.received = number
+
+
+def exit_code_of(error: BaseException, *, process_count: int = 1) -> int:
+    """Return the exit code that belongs to `error`."""
+    if isinstance(error, RunError):
+        return error.exit_code
+    if isinstance(error, TokenizerError | TokenRangeError):
+        return DataError.exit_code
+    if isinstance(error, OSError) and error.errno in _STORAGE_ERRNOS:
+        return StorageError.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    if process_count > 1 and any(word in str(error) for word in _PEER_WORDS):
+        return DistributedError.exit_code
+    return 1
+
+
+def explain(error: BaseException, *, process_count: int = 1) -> str:
+    """Return the paragraph a user reads for `error`: what happened and what to do next, without secrets."""
+    code = exit_code_of(error, process_count=process_count)
+    if isinstance(error, KeyboardInterrupt):
+        text = "interrupted. Run the same command again to go on from the newest checkpoint."
+    elif isinstance(error, RunError | TokenizerError | TokenRangeError):
+        text = str(error)
+    elif code == StorageError.exit_code:
+        text = f"{error}. The newest finished checkpoint is intact: free some space and run the same command again."
+    elif code == DistributedError.exit_code:
+        text = f"another process was lost ({type(error).__name__}: {error}). Restart all processes to resume."
+    else:
+        text = f"{type(error).__name__}: {error}. This error was not foreseen; --debug shows the trace."
+    label = "stopped" if isinstance(error, StoppedError | KeyboardInterrupt) else "error"
+    return redact(f"{label}: " + "\n".join(line for line in text.splitlines() if line.strip()))
+
+
+def run_guarded(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> NoReturn:
+    """Call `main(argv)` and end the process with the code and the one paragraph that belong to what happened.
+
+    A trace appears only under `--debug`. With several jax processes a failure ends hard after a flush: an orderly
+    shutdown would wait for the other processes, which wait in a collective for this one.
+
+    Args:
+        main: takes the command line, program first; returns None or an exit code.
+        argv: the command line.
+
+    Raises:
+        SystemExit: always, but for the hard exit.
+    """
+    debug = _debug_asked(argv)
+    if not debug:
+        _quiet_libraries()
+    try:
+        code = main(argv) or 0
+    except SystemExit as stop:
+        if isinstance(stop.code, str):
+            print(redact(stop.code), file=sys.stderr)
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException as error:
+        processes = _process_count()
+        if debug:
+            sys.stderr.write(redact(traceback.format_exc()))
+        print(explain(error, process_count=processes), file=sys.stderr)
+        code = exit_code_of(error, process_count=processes)
+    if code and _process_count() > 1:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _quiet_libraries() -> None:
+    """Keep library chatter off stderr, and Orbax off it altogether.
+
+    Orbax prints the trace of every thread of a failed save, hundreds of lines; `train.checkpoint` raises each of these
+    failures itself, as one sentence.
+    """
+    absl_logging.set_verbosity(absl_logging.WARNING)
+    logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}" not in record.pathname)
+
+
+def _debug_asked(argv: Sequence[str]) -> bool:
+    """Read --debug without the flag parser, which may be what failed."""
+    asked = False
+    for argument in argv[1:]:
+        name, _, value = argument.lstrip("-").partition("=")
+        if argument.startswith("-") and name in ("debug", "nodebug"):
+            asked = name == "debug" and value.lower() not in ("false", "f", "0", "no", "n")
+    return asked
+
+
+def _process_count() -> int:
+    """Count jax processes without starting a backend where none is running."""
+    if "jax" not in sys.modules:
+        return 1
+    import jax
+
+    return jax.process_count() if jax.distributed.is_initialized() else 1
