@@ -271,7 +271,7 @@ class Checkpoints:
             wanted = ocp.args.StandardRestore(like)
         arguments = ocp.args.Composite(state=wanted, data=ocp.args.JsonRestore())
         # A manager of its own: one manager must not see the state item with two handlers.
-        options = ocp.CheckpointManagerOptions(read_only=True, save_interval_steps=0, create=False)
+        options = ocp.CheckpointManagerOptions(create=False)
         with ocp.CheckpointManager(self.folder, options=options) as manager:
             restored = manager.restore(step, args=arguments)
         return restored["state"], restored["data"]
