@@ -1,0 +1,221 @@
+"""From a config to everything a run needs: data, tokenizer, model, kernel, objective, mesh, and the jitted step."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from smmd_jax import NumericKernel, NumericVocab, make_numeric_kernel, numeric_vocab_from_tokenizer
+from smmd_jax.backbones import PRESETS, Decoder
+from smmd_jax.backbones.sharding import parameter_shardings
+from train.config import TrainConfig, parse_mesh
+from train.data import Batch, Batches, make_batches
+from train.encode import Statistics
+from train.exits import UsageError
+from train.objective import Objective, make_objective
+from train.optimizer import Schedule, make_optimizer, make_schedule
+from train.partition import batch_sharding, check_batch_size, make_mesh, optimizer_shardings, replicated
+from train.step import Step, TrainState, init_state, make_step
+from train.tasks import TASKS, Source, Task
+from train.tasks.arith import default_data_dir
+from train.tokenizer import Tokenizer, make_task_tokenizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """All parts of a run; made by `assemble`, used by the loop and the commands.
+
+    Attributes:
+      state_like: `TrainState` of ShapeDtypeStruct with shardings: what is restored into.
+      make_state: () -> a fresh `TrainState`, born sharded.
+      step: jitted, the state donated.
+      notes: sentences for the header.
+    """
+
+    config: TrainConfig
+    task: Task
+    tokenizer: Tokenizer
+    kernel: NumericKernel | NumericVocab
+    objective: Objective
+    schedule: Schedule
+    mesh: Mesh
+    graphdef: nnx.GraphDef
+    state_like: TrainState
+    make_state: Callable[[], TrainState]
+    step: Step
+    batches: Batches
+    statistics: Statistics
+    notes: tuple[str, ...]
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(self.state_like.parameters))
+
+    def model(self, parameters: Any) -> nnx.Module:
+        return nnx.merge(self.graphdef, parameters)
+
+    def source(self, split: str) -> Source:
+        return self.task.make_source(split, data_dir=self.config.data_dir or None, **_variant(self.config))
+
+    def place(self, batch: Batch) -> Batch:
+        """Move a batch to the devices, its rows over data and fsdp."""
+        return jax.device_put(batch, batch_sharding(self.mesh))
+
+    def lower_step(self) -> jax.stages.Lowered:
+        """Lower the step for the shapes of this run, without data."""
+        shape = (self.config.batch_size, self.config.max_length)
+        rows = batch_sharding(self.mesh)
+        array = lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
+        batch = Batch(
+            input_ids=array(jnp.int32),
+            targets=array(jnp.int32),
+            target_mask=array(jnp.bool_),
+            positions=array(jnp.int32),
+            segment_ids=array(jnp.int32),
+        )
+        return self.step.lower(self.state_like, batch, self.kernel)
+
+
+def assemble(config: TrainConfig) -> Run:
+    """Make every part of a run; no device array but the kernel is made.
+
+    Raises:
+      UsageError: parts that do not fit one another; the message says which flag to change.
+      DataError, TokenizerError: data or a tokenizer that cannot be used.
+    """
+    task = TASKS[config.task]
+    with _usage_errors():
+        mesh = make_mesh(parse_mesh(config.mesh))
+        check_batch_size(mesh, config.batch_size, config.grad_accum)
+        objective = make_objective(config.loss, weight=config.loss_weight, normalize_by=config.normalize_by)
+        _check_objective(objective, config)
+    tokenizer, model_config = _tiny(config)
+    batches = make_batches(
+        task.make_source(task.train_split, data_dir=config.data_dir or None, **_variant(config)),
+        tokenizer,
+        batch_size=config.batch_size,
+        max_length=config.max_length,
+        seed=config.seed,
+        vocab_size=model_config.vocab_size,
+        cache_dir=config.data_dir or default_data_dir(),
+    )
+    vocab = numeric_vocab_from_tokenizer(
+        tokenizer.backend, policy=config.numeric_policy, vocab_size=model_config.vocab_size
+    )
+    with _usage_errors():
+        kernel = jax.device_put(_kernel(objective, vocab, config), replicated(mesh))
+        schedule = make_schedule(
+            config.schedule, learning_rate=config.learning_rate, warmup_steps=config.warmup, steps=config.steps
+        )
+        optimizer = make_optimizer(
+            config.optimizer, schedule, weight_decay=config.weight_decay, clip_norm=config.clip_norm
+        )
+
+    def make_model() -> nnx.Module:
+        return Decoder(model_config, rngs=nnx.Rngs(config.seed))
+
+    graphdef, abstract = nnx.split(nnx.eval_shape(make_model))
+    shapes = nnx.to_pure_dict(abstract)
+    everywhere = replicated(mesh)
+    parameter_sharding = parameter_shardings(shapes, mesh)
+    state_shardings = TrainState(
+        parameters=parameter_sharding,
+        optimizer=optimizer_shardings(optimizer, shapes, parameter_sharding, mesh),
+        step=everywhere,
+        is_finite=everywhere,
+    )
+
+    def make_state() -> TrainState:
+        return init_state(nnx.to_pure_dict(nnx.split(make_model())[1]), optimizer)
+
+    state_like = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        jax.eval_shape(make_state),
+        state_shardings,
+    )
+    step = make_step(
+        graphdef,
+        objective,
+        optimizer,
+        grad_accum=config.grad_accum,
+        seed=config.seed,
+        micro_batch_sharding=batch_sharding(mesh),
+    )
+    return Run(
+        config=config,
+        task=task,
+        tokenizer=tokenizer,
+        kernel=kernel,
+        objective=objective,
+        schedule=schedule,
+        mesh=mesh,
+        graphdef=graphdef,
+        state_like=state_like,
+        make_state=jax.jit(make_state, out_shardings=state_shardings),
+        step=jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, everywhere)),
+        batches=batches,
+        statistics=batches.encoded.statistics(np.asarray(vocab.token_ids)),
+        notes=_unused_flags(objective, config),
+    )
+
+
+def _tiny(config: TrainConfig) -> tuple[Tokenizer, Any]:
+    tokenizer = make_task_tokenizer()
+    preset = PRESETS[config.backbone]
+    return tokenizer, dataclasses.replace(preset, vocab_size=tokenizer.vocab_size, dropout=config.dropout)
+
+
+def _kernel(objective: Objective, vocab: NumericVocab, config: TrainConfig) -> NumericKernel | NumericVocab:
+    if objective.spec.terms is None:
+        return vocab
+    return make_numeric_kernel(
+        vocab,
+        kernel=config.kernel,
+        sigma=config.sigma,
+        alpha=config.alpha,
+        rescale=config.rescale,
+        seed=config.seed,
+        terms=objective.spec.terms,
+    )
+
+
+def _check_objective(objective: Objective, config: TrainConfig) -> None:
+    if objective.spec.needs == "sequence" and config.normalize_by == "tokens":
+        raise ValueError(
+            f"loss={config.loss} has one value per sample, so normalize_by=tokens has no meaning; leave it at numeric."
+        )
+
+
+def _unused_flags(objective: Objective, config: TrainConfig) -> tuple[str, ...]:
+    """Name the kernel's flags that were changed although the loss has no kernel."""
+    if objective.spec.terms is not None:
+        return ()
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+    changed = [name for name in ("kernel", "sigma", "alpha", "rescale") if getattr(config, name) != defaults[name]]
+    return tuple(f"--{name} has no effect: loss={config.loss} has no kernel." for name in changed)
+
+
+def _variant(config: TrainConfig) -> dict[str, str]:
+    if not config.variant:
+        return {}
+    known = TASKS[config.task].variants
+    if config.variant not in known:
+        raise UsageError(f"variant={config.variant}: task {config.task} has {', '.join(known)}.")
+    return {"variant": config.variant}
+
+
+@contextlib.contextmanager
+def _usage_errors() -> Iterator[None]:
+    """What the library refuses as an argument came from a flag here."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{error} (task, loss and kernel flags: --help)") from error

@@ -1,0 +1,231 @@
+"""The training loop: one step after another, logged, evaluated by generating, checkpointed, and stopped in good order."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from train.assembly import Run, assemble
+from train.checkpoint import Checkpoints, check_fingerprint
+from train.config import TrainConfig, check_run_folder, save_config
+from train.environment import write_environment
+from train.exits import NonFiniteError, StoppedError, StopSignals, UsageError
+from train.log import EVALS, METRICS, PREDICTIONS, JsonlWriter, TensorBoardWriter, drop_later_predictions
+from train.log import read_jsonl, write_jsonl
+from train.preview import describe_step, header, show_examples
+from train.progress import Progress
+from train.prompts import PromptBatch, make_prompt_batches
+from train.report import closing_table, newest_predictions, sample_predictions, write_plots
+from train.scoring import answer_prompts, grade_answers
+from train.step import TrainState
+
+# Longer than any answer of a task's own; an answer that does not end is cut there and graded as it stands.
+_MAX_NEW_TOKENS = 32
+
+
+def train(config: TrainConfig, argv: Sequence[str]) -> None:
+    """Run the training that a config describes, from the beginning or from its newest checkpoint.
+
+    Args:
+      config: the whole run.
+      argv: the command line, for `environment.json`.
+
+    Raises:
+      RunError: one of its classes, by cause; see `train.exits`.
+    """
+    _check_platform(config)
+    resuming = check_run_folder(config)
+    run = assemble(config)
+    print(header(run, resuming=resuming), flush=True)
+    if config.dry_run:
+        print(show_examples(run), describe_step(run), sep="\n\n", flush=True)
+        return
+    save_config(config)
+    write_environment(config.workdir, argv)
+    run.tokenizer.save(config.workdir)
+    folder = Path(config.workdir)
+    with (
+        StopSignals() as stop,
+        Checkpoints(folder / "checkpoints", keep=config.keep_checkpoints) as checkpoints,
+    ):
+        state, start = _first_state(run, checkpoints)
+        resume_step = start if start > 0 else None
+        drop_later_predictions(folder, resume_step)
+        with contextlib.ExitStack() as stack:
+            records = _Records(
+                metrics=stack.enter_context(JsonlWriter(folder / METRICS, resume_step=resume_step)),
+                evals=stack.enter_context(JsonlWriter(folder / EVALS, resume_step=resume_step, key=("step", "split"))),
+                progress=stack.enter_context(Progress(config.steps, initial=start)),
+            )
+            if config.tensorboard:
+                records.tensorboard = TensorBoardWriter(folder / "tensorboard", resume_step=resume_step)
+                stack.callback(records.tensorboard.close)
+            _Loop(run, checkpoints, records, stop).go(state, start)
+    write_plots(folder)
+    print(sample_predictions(newest_predictions(folder)), flush=True)
+    print(closing_table(read_jsonl(folder / METRICS), read_jsonl(folder / EVALS)), flush=True)
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Records:
+    metrics: JsonlWriter
+    evals: JsonlWriter
+    progress: Progress
+    tensorboard: TensorBoardWriter | None = None
+
+    def write(self, writer: JsonlWriter, row: dict[str, Any], prefix: str) -> None:
+        writer.write(row)
+        if self.tensorboard is not None:
+            self.tensorboard.write(row, prefix=prefix)
+
+
+class _Loop:
+    """The loop's own bookkeeping: which step is in flight and when what is due."""
+
+    def __init__(self, run: Run, checkpoints: Checkpoints, records: _Records, stop: StopSignals):
+        self.run, self.checkpoints, self.records, self.stop = run, checkpoints, records, stop
+        self.config = run.config
+        self.tokens_per_step = self.config.batch_size * self.config.max_length
+        self._prompts: list[PromptBatch] | None = None
+        self._input_wait = 0.0
+
+    def go(self, state: TrainState, start: int) -> None:
+        """Run the steps that are left; the metrics of a step are read while the next one runs."""
+        progress = self.records.progress
+        if start >= self.config.steps:
+            self._evaluate_if_due(state, start)
+            return
+        with progress.pause("compile"):
+            compiled = self.run.lower_step().compile()
+        in_flight: tuple[int, dict[str, jax.Array]] | None = None
+        for step in range(start + 1, self.config.steps + 1):
+            began = time.monotonic()
+            batch = self.run.place(next(self.run.batches))
+            self._input_wait += time.monotonic() - began
+            data_position = self.run.batches.get_state()
+            state, metrics = compiled(state, batch, self.run.kernel)
+            if in_flight is not None:
+                self._finish(*in_flight)
+            in_flight = (step, metrics)
+            if self._is_last(step) or self._is_due(step) or self.stop.received is not None:
+                self._finish(*in_flight)
+                in_flight = None
+                self._evaluate_if_due(state, step)
+                if self._is_last(step) or self._every(self.config.checkpoint_every, step) or self.stop.received:
+                    self._save(state, step, data_position)
+                if self.stop.received is not None and not self._is_last(step):
+                    self._stopped(step)
+            self.checkpoints.check()
+        self.checkpoints.wait()
+
+    def _is_last(self, step: int) -> bool:
+        return step == self.config.steps
+
+    def _is_due(self, step: int) -> bool:
+        return self._every(self.config.eval_every, step) or self._every(self.config.checkpoint_every, step)
+
+    @staticmethod
+    def _every(interval: int, step: int) -> bool:
+        return interval > 0 and step % interval == 0
+
+    def _finish(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        """Wait for a step; stop the run if it was not finite; write its row if it is a logged one."""
+        values = {name: value.item() for name, value in jax.device_get(metrics).items()}
+        progress = self.records.progress
+        progress.advance(step, tokens=self.tokens_per_step)
+        is_finite = values.pop("is_finite")
+        if is_finite and not (step == 1 or self._is_last(step) or self._every(self.config.log_every, step)):
+            return
+        row = {
+            "step": step,
+            "loss": values["loss"],
+            "ce": values["ce"],
+            "numeric": values.get("numeric"),
+            "ce_count": values["ce_count"],
+            "numeric_count": values["numeric_count"],
+            "samples": values["samples"],
+            "learning_rate": float(self.run.schedule(step - 1)),
+            "grad_norm": values["grad_norm"],
+            "tokens_per_second": progress.tokens_per_second,
+            "input_wait": self._input_wait / progress.seconds if progress.seconds > 0 else None,
+            "epoch": self.run.batches.epoch,
+        }
+        self.records.write(self.records.metrics, row, "train")
+        if not is_finite:
+            raise NonFiniteError(
+                f"the loss or the gradient of step {step} is not finite (loss {values['loss']}, gradient norm "
+                f"{values['grad_norm']}); the step was not applied. A smaller --learning_rate or --loss_weight, or "
+                "--clip_norm, may help; the same command resumes from the newest checkpoint."
+            )
+        shown = {name: row[name] for name in ("loss", "ce", "numeric") if row[name] is not None}
+        progress.show(shown)
+
+    def _evaluate_if_due(self, state: TrainState, step: int) -> None:
+        split = self.config.eval_split or self.run.task.eval_split
+        due = self._is_last(step) or self._every(self.config.eval_every, step)
+        if not due or self.records.evals.has(step=step, split=split) or self.stop.received is not None:
+            return
+        with self.records.progress.pause("evaluate"):
+            if self._prompts is None:
+                source = self.run.source(split)
+                examples = min(self.config.eval_examples or len(source), len(source))
+                self._prompts = make_prompt_batches(
+                    source, self.run.tokenizer, batch_size=self.config.eval_batch_size, examples=examples
+                )
+            answers = answer_prompts(
+                self.run.model(state.parameters), self.run.tokenizer, self._prompts, max_new_tokens=_MAX_NEW_TOKENS
+            )
+            scored = grade_answers(answers, self.run.task.grader)
+            write_jsonl(Path(self.config.workdir) / PREDICTIONS / f"{step}.jsonl", scored.predictions)
+            row = {"step": step, "split": split, **dataclasses.asdict(scored.metrics)}
+            self.records.write(self.records.evals, row, f"eval/{split}")
+        low, high = scored.metrics.accuracy_low, scored.metrics.accuracy_high
+        self.records.progress.say(
+            f"step {step}: {split} accuracy {scored.metrics.accuracy:.1%} ({low:.1%} to {high:.1%}), "
+            f"{scored.metrics.n} examples"
+        )
+
+    def _save(self, state: TrainState, step: int, data_position: dict[str, Any]) -> None:
+        if self.checkpoints.saved_step == step:
+            return
+        with self.records.progress.pause("checkpoint"):
+            data = {"position": data_position, "fingerprint": self.run.batches.fingerprint}
+            self.checkpoints.save(step, state, data, must_be_finite=state.parameters)
+
+    def _stopped(self, step: int) -> None:
+        self.checkpoints.wait()
+        raise StoppedError(
+            f"a signal ended the run; step {step} is saved and verified. Run the same command again to go on.",
+            self.stop.received,
+        )
+
+
+def _first_state(run: Run, checkpoints: Checkpoints) -> tuple[TrainState, int]:
+    restored = checkpoints.restore(run.state_like)
+    for note in checkpoints.notes:
+        print(f"note: {note}", flush=True)
+    if restored is None:
+        return run.make_state(), 0
+    for reason in restored.skipped:
+        print(f"note: {reason}", flush=True)
+    changes = check_fingerprint(
+        restored.data["fingerprint"], run.batches.fingerprint, allow_change=run.config.allow_data_change
+    )
+    for line in changes:
+        print(f"note: the data changed: {line}", flush=True)
+    run.batches.set_state(restored.data["position"], allow_change=bool(changes))
+    print(f"resumed from step {restored.step}", flush=True)
+    return restored.state, restored.step
+
+
+def _check_platform(config: TrainConfig) -> None:
+    found = jax.default_backend()
+    if config.platform and config.platform != found:
+        raise UsageError(
+            f"--platform={config.platform} was asked for and jax runs on {found}: install the extra for it (tpu, cuda12, "
+            "cuda13), see why it was not found with JAX_PLATFORMS, or leave the flag out."
+        )

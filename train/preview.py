@@ -1,0 +1,79 @@
+"""What a run shows before it trains: its header, examples with a mark per token, and the compiled step's memory."""
+
+import time
+
+import numpy as np
+
+from train.assembly import Run
+from train.encode import encode
+from train.progress import format_seconds
+
+MARKS = {"prompt": "p", "answer": "a", "number": "N", "ignored": "."}
+
+
+def header(run: Run, *, resuming: bool) -> str:
+    """Say what will be trained on what, in a few lines."""
+    statistics, config = run.statistics, run.config
+    weight = "" if run.objective.is_plain else f" (weight {run.objective.weight:g}, {run.objective.spec.join})"
+    lines = [
+        f"task       {config.task}: {statistics.examples:,} training examples"
+        + (f", {statistics.dropped:,} too long and left out" if statistics.dropped else ""),
+        f"tokens     per example: {statistics.mean_length:.1f}, of them {statistics.supervised_per_example:.2f} "
+        f"supervised and {statistics.numeric_per_example:.2f} numeric",
+        f"backbone   {config.backbone}: {run.parameter_count:,} parameters",
+        f"loss       {config.loss}{weight}",
+        f"numbers    {run.kernel.token_ids.shape[0]} tokens (policy {run.kernel.vocab.policy})",
+        f"batch      {config.batch_size} rows of {config.max_length} tokens"
+        + (f" in {config.grad_accum} micro-batches" if config.grad_accum > 1 else ""),
+        f"devices    {_devices(run)}",
+        f"run folder {config.workdir}" + (" (resuming)" if resuming else ""),
+    ]
+    return "\n".join(lines + [f"note: {note}" for note in run.notes])
+
+
+def _devices(run: Run) -> str:
+    axes = ", ".join(f"{axis}:{size}" for axis, size in run.mesh.shape.items() if size > 1)
+    device = run.mesh.devices.flat[0]
+    return f"{run.mesh.size} x {device.device_kind}" + (f" ({axes})" if axes else "")
+
+
+def show_examples(run: Run, count: int = 3) -> str:
+    """Show the first training examples, decoded, with a mark under the role of every token."""
+    source = run.source(run.task.train_split)
+    numbers = set(np.asarray(run.kernel.token_ids).tolist())
+    blocks = ["examples (p prompt, a answer, N numeric target, . ignored: not a target)"]
+    for index in range(min(count, len(source))):
+        ids, supervised = encode(source[index], run.tokenizer)
+        pieces = []
+        for place, (token, is_answer) in enumerate(zip(ids.tolist(), supervised.tolist(), strict=True)):
+            role = "ignored" if place == 0 else "prompt"
+            if is_answer:
+                role = "number" if token in numbers else "answer"
+            text = "<eos>" if token == run.tokenizer.eos_id else run.tokenizer.decode([token])
+            pieces.append((text.replace("\n", "\\n").replace(" ", "\u00b7"), MARKS[role]))
+        widths = [max(len(text), 1) for text, _ in pieces]
+        blocks.append(
+            " ".join(text.ljust(width) for (text, _), width in zip(pieces, widths, strict=True))
+            + "\n"
+            + " ".join(mark.ljust(width) for (_, mark), width in zip(pieces, widths, strict=True))
+        )
+    return "\n".join(blocks)
+
+
+def describe_step(run: Run) -> str:
+    """Compile the step and say what memory it takes."""
+    began = time.monotonic()
+    compiled = run.lower_step().compile()
+    seconds = time.monotonic() - began
+    memory = compiled.memory_analysis()
+    sizes = {
+        "arguments": memory.argument_size_in_bytes,
+        "outputs": memory.output_size_in_bytes,
+        "of them in place": memory.alias_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+    }
+    peak = sum(sizes.values()) - 2 * memory.alias_size_in_bytes
+    lines = [f"step       compiled in {format_seconds(seconds)}; memory per device:"]
+    lines += [f"           {name:<17}{size / 2**20:10.1f} MiB" for name, size in {**sizes, "peak": peak}.items()]
+    return "\n".join(lines)
+

@@ -1,0 +1,72 @@
+"""Evaluation by generating: answers to the prompts of a split, graded one by one."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from train.generate import generate
+from train.graders import GRADERS, Grade
+from train.metrics import Metrics, score
+from train.prompts import PromptBatch
+from train.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """The scores of an evaluation and one row for each prediction."""
+
+    metrics: Metrics
+    predictions: list[dict[str, Any]]
+
+
+def answer_prompts(
+    model: Any, tokenizer: Tokenizer, batches: Sequence[PromptBatch], *, max_new_tokens: int
+) -> list[tuple[Any, str]]:
+    """Generate greedily for every prompt; returns (example, text up to the end of the sequence).
+
+    Args:
+      model: takes `train.generate.generate`'s call.
+      tokenizer: decodes the answers.
+      batches: from `make_prompt_batches`.
+      max_new_tokens: length of an answer that does not end by itself.
+    """
+    answers = []
+    for batch in batches:
+        tokens = np.asarray(
+            generate(
+                model,
+                batch.input_ids,
+                attention_mask=batch.attention_mask,
+                max_new_tokens=max_new_tokens,
+                eos_ids=(tokenizer.eos_id,),
+                pad_id=tokenizer.pad_id,
+            )
+        )
+        # Rows past the examples only fill the shape.
+        for example, row in zip(batch.examples, tokens[: len(batch.examples)].tolist(), strict=True):
+            end = row.index(tokenizer.eos_id) if tokenizer.eos_id in row else len(row)
+            answers.append((example, tokenizer.decode(row[:end])))
+    return answers
+
+
+def grade_answers(answers: Sequence[tuple[Any, str]], grader: str) -> Scored:
+    """Grade (example, prediction) pairs with a grader of the table."""
+    grades = [GRADERS[grader](prediction, example.answer) for example, prediction in answers]
+    rows = [_row(example, text, grade) for (example, text), grade in zip(answers, grades, strict=True)]
+    return Scored(score(grades), rows)
+
+
+def _row(example: Any, prediction: str, grade: Grade) -> dict[str, Any]:
+    as_float = lambda value: None if value is None else float(value)
+    return {
+        "key": example.key,
+        "prompt": example.prompt,
+        "answer": example.answer,
+        "prediction": prediction,
+        "correct": grade.correct,
+        "parsed": grade.parsed,
+        "predicted_value": as_float(grade.value),
+        "answer_value": as_float(grade.gold_value),
+    }
