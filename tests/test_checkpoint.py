@@ -41,7 +41,9 @@ def make_state(value=0.0, width=8):
 
 
 def same(left, right):
-    raw = lambda leaf: jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf  # noqa: E731
+    def raw(leaf):
+        return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
     pairs = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
     return all(np.asarray(raw(a)).tobytes() == np.asarray(raw(b)).tobytes() for a, b in pairs)
 
