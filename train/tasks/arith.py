@@ -1,0 +1,265 @@
+"""The arithmetic task: a TensorFlow Datasets builder (without TensorFlow) of add/subtract questions, and its row."""
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import io
+import os
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+import tensorflow_datasets as tfds
+from absl import logging
+
+from train.tasks.base import Example, Task
+from train.tasks.expressions import GENERATOR_VERSION, Difficulty, evaluate, sample_expression, split_of
+
+TEMPLATES = ("{}", "What is {}?", "What is the value of {}?", "Evaluate {}.", "Calculate {}.")
+MAX_QUESTION_CHARACTERS, MAX_ANSWER_CHARACTERS = 160, 30
+# One in sixteen draws belongs to an evaluation split, so this many in vain mean that there is nothing left to find.
+_MAX_TRIES_PER_EXAMPLE = 50_000
+# The bare template ends in a digit and the answer may begin with one, so a prompt needs an end of its own.
+ANSWER_SEPARATOR = "\n"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SplitSpec:
+    """How many examples a split has, of which difficulties (each equally likely), and if questions are distinct."""
+
+    examples: int
+    difficulties: tuple[Difficulty, ...]
+    unique: bool
+
+
+def _small(entropy: tuple[float, float], operands: tuple[int, ...]) -> tuple[Difficulty, ...]:
+    return (Difficulty(entropy=entropy, operands=operands, value_share=0.5, tree_offset=0.0, max_operand=50),)
+
+
+# "small" is learnt by a tiny model in minutes: two or three operands up to 50. "deepmind" follows
+# arithmetic__add_sub_multiple: three training levels that cut entropy 3-10 into thirds, interpolation at 8, and the
+# extrapolation set with 10 to 12 operands.
+VARIANTS: Mapping[str, Mapping[str, SplitSpec]] = MappingProxyType(
+    {
+        "small": {
+            "train": SplitSpec(examples=200_000, difficulties=_small((3.0, 4.0), (2, 2, 3)), unique=False),
+            "interpolate": SplitSpec(examples=2_000, difficulties=_small((3.0, 4.0), (2, 2, 3)), unique=True),
+            "longer": SplitSpec(examples=2_000, difficulties=_small((3.0, 4.0), (4,)), unique=True),
+        },
+        "deepmind": {
+            "train": SplitSpec(
+                examples=100_000,
+                difficulties=(
+                    Difficulty(entropy=(3.0, 16 / 3), operands=(4, 5)),
+                    Difficulty(entropy=(16 / 3, 23 / 3), operands=(4, 5, 6)),
+                    Difficulty(entropy=(23 / 3, 10.0), operands=(4, 5, 6, 7)),
+                ),
+                unique=False,
+            ),
+            "interpolate": SplitSpec(
+                examples=2_000, difficulties=(Difficulty(entropy=(8.0, 8.0), operands=(4, 5, 6, 7)),), unique=True
+            ),
+            "longer": SplitSpec(
+                examples=2_000, difficulties=(Difficulty(entropy=(10.0, 12.0), operands=(10, 11, 12)),), unique=True
+            ),
+        },
+    }
+)
+
+
+def generate_questions(spec: SplitSpec, *, split: str, seed: int) -> Iterator[tuple[str, str]]:
+    """Yield the (question, answer) pairs of one split, in order; the arguments alone decide them.
+
+    Args:
+      spec: number, difficulties and uniqueness of the examples.
+      split: only expressions that `split_of` assigns to this split are kept.
+      seed: any integer; other seeds give other questions of the same split.
+
+    Raises:
+      ValueError: the split has fewer (distinct) questions than ``spec.examples``.
+
+    Example:
+      >>> spec = SplitSpec(examples=2, difficulties=(Difficulty(entropy=(3, 4), operands=(2, 3)),), unique=True)
+      >>> len(list(generate_questions(spec, split="train", seed=0)))
+      2
+    """
+    rng = random.Random(f"arith/{GENERATOR_VERSION}/{split}/{seed}")
+    seen: set[str] = set()
+    yielded = tries = 0
+    while yielded < spec.examples:
+        tries += 1
+        if tries > _MAX_TRIES_PER_EXAMPLE:
+            raise ValueError(
+                f"generate_questions: split {split!r} gave only {yielded:,} of the {spec.examples:,} questions asked "
+                f"for; ask for fewer or raise the difficulty."
+            )
+        expression = sample_expression(rng, rng.choice(spec.difficulties))
+        question = rng.choice(TEMPLATES).format(expression)
+        if split_of(expression) != split or (spec.unique and question in seen):
+            continue
+        answer = str(evaluate(expression))
+        if len(question) > MAX_QUESTION_CHARACTERS or len(answer) > MAX_ANSWER_CHARACTERS:
+            continue
+        if spec.unique:
+            seen.add(question)
+        yielded, tries = yielded + 1, 0
+        yield question, answer
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class ArithConfig(tfds.core.BuilderConfig):
+    """Builder configuration whose name holds the variant, the seed and a hash of every generator parameter.
+
+    TFDS reuses prepared files by name alone, so a changed parameter must be a changed name.
+    """
+
+    seed: int = 0
+    splits: Mapping[str, SplitSpec] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def make(cls, variant: str, *, seed: int = 0, splits: Mapping[str, SplitSpec] | None = None) -> "ArithConfig":
+        if variant not in VARIANTS and splits is None:
+            raise ValueError(f"arith: unknown variant {variant!r}; known variants: {', '.join(VARIANTS)}.")
+        splits = VARIANTS[variant] if splits is None else splits
+        parameters = repr((GENERATOR_VERSION, TEMPLATES, sorted(splits.items())))
+        digest = hashlib.sha256(parameters.encode()).hexdigest()[:12]
+        return cls(name=f"{variant}-seed{seed}-{digest}", seed=seed, splits=splits)
+
+
+# Not registered by name: TFDS refuses a second class of one name, and a notebook may load this module again.
+class Arith(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    """Integer sums and differences with brackets and signs, as questions and answers in words and digits."""
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        return tfds.core.DatasetInfo(
+            builder=self,
+            description=self.__doc__,
+            features=tfds.features.FeaturesDict({"question": tfds.features.Text(), "answer": tfds.features.Text()}),
+            supervised_keys=("question", "answer"),
+            disable_shuffling=True,  # the generator's draws are independent already; Grain shuffles each epoch
+            metadata=tfds.core.MetadataDict(),
+        )
+
+    def _split_generators(self, dl_manager: object) -> dict[str, Iterator[tuple[int, dict[str, str]]]]:
+        return {split: self._generate_examples(split, spec) for split, spec in self.builder_config.splits.items()}
+
+    def _generate_examples(self, split: str, spec: SplitSpec) -> Iterator[tuple[int, dict[str, str]]]:
+        content = hashlib.sha256()
+        for key, (question, answer) in enumerate(generate_questions(spec, split=split, seed=self.builder_config.seed)):
+            content.update(f"{question}\n{answer}\n".encode())
+            yield key, {"question": question, "answer": answer}
+        self.info.metadata[split] = content.hexdigest()
+
+
+class ArithSource:
+    """One prepared split in random access; examples are read from array_record files when asked for.
+
+    Args:
+      builder: a prepared `Arith` builder.
+      split: one of its splits.
+    """
+
+    def __init__(self, builder: Arith, split: str) -> None:
+        self.split = split
+        self.fingerprint = f"{builder.info.full_name}/{split}/{builder.info.metadata[split]}"
+        self._records = builder.as_data_source(split=split)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> Example:
+        return self._example(index, self._records[index])
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Example]:
+        return [self._example(*pair) for pair in zip(indices, self._records.__getitems__(indices), strict=True)]
+
+    def _example(self, index: int, record: Mapping[str, bytes]) -> Example:
+        prompt = record["question"].decode() + ANSWER_SEPARATOR
+        return Example(key=f"{self.split}-{index}", prompt=prompt, answer=record["answer"].decode())
+
+
+def default_data_dir() -> str:
+    """Folder for prepared data: ``smmd_jax/data`` in the user's cache folder (``$XDG_CACHE_HOME`` or ``~/.cache``)."""
+    return str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "smmd_jax" / "data")
+
+
+def prepare(config: ArithConfig, *, data_dir: str | None = None) -> Arith:
+    """Generate the data set unless it is there already; safe when several processes of a machine ask at once.
+
+    Args:
+      config: from `ArithConfig.make`.
+      data_dir: folder of prepared data; None is `default_data_dir()`.
+
+    Returns:
+      The prepared builder.
+    """
+    root = Path(data_dir or default_data_dir()).absolute()
+    root.mkdir(parents=True, exist_ok=True)
+    tfds.disable_progress_bar()
+    # TFDS writes to a temporary folder and renames it; without the lock the slower of two writers fails at the rename.
+    with open(root / f".{config.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with _quiet_tfds():
+            builder = Arith(config=config, data_dir=str(root), file_format="array_record")
+            builder.download_and_prepare()
+    return builder
+
+
+@contextlib.contextmanager
+def _quiet_tfds() -> Iterator[None]:
+    """TFDS announces every preparation on stdout and warns of each configuration that it does not list."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def make_source(
+    split: str,
+    *,
+    data_dir: str | None = None,
+    seed: int = 0,
+    variant: str = "small",
+    examples: Mapping[str, int] | None = None,
+) -> ArithSource:
+    """Open a split of the arithmetic data, generating the data set first if need be.
+
+    Args:
+      split: "train", "interpolate" (unseen expressions of the training difficulty) or "longer" (more operands).
+      data_dir: folder of prepared data; None is `default_data_dir()`.
+      seed: seed of the generator.
+      variant: "small" or "deepmind".
+      examples: other numbers of examples for some splits, e.g. ``{"train": 2000}``.
+
+    Raises:
+      ValueError: an unknown split or variant, with the known ones.
+    """
+    if variant not in VARIANTS:
+        raise ValueError(f"arith: unknown variant {variant!r}; known variants: {', '.join(VARIANTS)}.")
+    splits = dict(VARIANTS[variant])
+    for name in (split, *(examples or {})):
+        if name not in splits:
+            raise ValueError(f"arith: unknown split {name!r}; known splits: {', '.join(splits)}.")
+    for name, count in (examples or {}).items():
+        splits[name] = dataclasses.replace(splits[name], examples=count)
+    return ArithSource(prepare(ArithConfig.make(variant, seed=seed, splits=splits), data_dir=data_dir), split)
+
+
+ARITH = Task(
+    name="arith",
+    summary="add and subtract integers with brackets and signs (generated; DeepMind-Math add_sub_multiple style)",
+    train_split="train",
+    eval_split="interpolate",
+    splits=("train", "interpolate", "longer"),
+    variants=tuple(VARIANTS),
+    grader="math_exact",
+    defaults=MappingProxyType({"max_length": 128}),
+    make_source=make_source,
+)

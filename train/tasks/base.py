@@ -1,0 +1,63 @@
+"""What every task is made of: an example, a source of examples, and one row of the task table."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Example:
+    """One question with its answer.
+
+    Args:
+      key: name of the example within its split, unique there.
+      prompt: the text before the answer, exactly as the model reads it, separator included.
+      answer: the text to be learnt, without the end-of-sequence token.
+      image: an encoded image (PNG or JPEG bytes), or None.
+    """
+
+    key: str
+    prompt: str
+    answer: str
+    image: bytes | None = None
+
+
+class Source(Protocol):
+    """A split in random access: what `make_source` returns.
+
+    `fingerprint` changes whenever any example or their order changes. `__getitems__`, where present, reads many
+    examples at once and is preferred.
+    """
+
+    fingerprint: str
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Example: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """One row of the task table.
+
+    Args:
+      name: value of ``--task``.
+      summary: one line of help.
+      train_split: split that training reads.
+      eval_split: split that evaluation reads unless told otherwise.
+      splits: every split.
+      variants: every value of `variant`, the default first.
+      grader: row of `train.graders.GRADERS`.
+      defaults: overrides of the training defaults for the default run of this task.
+      make_source: ``make_source(split, *, data_dir=None, seed=0, variant=variants[0]) -> Source``.
+    """
+
+    name: str
+    summary: str
+    train_split: str
+    eval_split: str
+    splits: tuple[str, ...]
+    variants: tuple[str, ...]
+    grader: str
+    defaults: Mapping[str, object]
+    make_source: Callable[..., Source]
