@@ -1,4 +1,4 @@
-"""The training loop: one step after another, logged, evaluated by generating, checkpointed, and stopped in good order."""
+"""The training loop: step after step, logged, evaluated by generating, checkpointed, and stopped in good order."""
 
 import contextlib
 import dataclasses
@@ -14,8 +14,16 @@ from train.checkpoint import Checkpoints, check_fingerprint
 from train.config import TrainConfig, check_run_folder, save_config
 from train.environment import write_environment
 from train.exits import NonFiniteError, StoppedError, StopSignals, UsageError
-from train.log import EVALS, METRICS, PREDICTIONS, JsonlWriter, TensorBoardWriter, drop_later_predictions
-from train.log import read_jsonl, write_jsonl
+from train.log import (
+    EVALS,
+    METRICS,
+    PREDICTIONS,
+    JsonlWriter,
+    TensorBoardWriter,
+    drop_later_predictions,
+    read_jsonl,
+    write_jsonl,
+)
 from train.preview import describe_step, header, show_examples
 from train.progress import Progress
 from train.prompts import PromptBatch, make_prompt_batches
@@ -226,6 +234,6 @@ def _check_platform(config: TrainConfig) -> None:
     found = jax.default_backend()
     if config.platform and config.platform != found:
         raise UsageError(
-            f"--platform={config.platform} was asked for and jax runs on {found}: install the extra for it (tpu, cuda12, "
-            "cuda13), see why it was not found with JAX_PLATFORMS, or leave the flag out."
+            f"--platform={config.platform} was asked for and jax runs on {found}: install the extra for it (tpu, "
+            "cuda12, cuda13), see why it was not found with JAX_PLATFORMS, or leave the flag out."
         )

@@ -1,4 +1,4 @@
-"""What is minimised: cross entropy and a numeric loss, as sums whose coefficients are known before the backward pass."""
+"""What is minimised: cross entropy and a numeric loss, as sums whose coefficients are known before the backward."""
 
 import dataclasses
 import importlib

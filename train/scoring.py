@@ -67,6 +67,6 @@ def _row(example: Any, prediction: str, grade: Grade) -> dict[str, Any]:
         "prediction": prediction,
         "correct": grade.correct,
         "parsed": grade.parsed,
-        "predicted_value": as_float(grade.value),
-        "answer_value": as_float(grade.gold_value),
+        "value": as_float(grade.value),
+        "gold_value": as_float(grade.gold_value),
     }

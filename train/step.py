@@ -1,4 +1,4 @@
-"""One optimizer step, as a pure function: counts first, micro-batches in a scan, one update, nothing of a non-finite one."""
+"""One optimizer step, as a pure function: counts first, micro-batches in a scan, one update if it is finite."""
 
 import dataclasses
 from collections.abc import Callable
@@ -52,9 +52,9 @@ def make_step(
 ) -> Step:
     """Make the step (state, batch, kernel) -> (state, metrics); jit it with the state donated.
 
-    The gradient does not depend on `grad_accum`: every sum is weighed with counts of the whole batch, so the gradients of
-    micro-batches simply add. Micro-batch i holds the rows i, i + grad_accum, ... (so that a batch sharded by rows stays
-    so). Only dropout, whose draws belong to positions of a micro-batch, sees the cut.
+    The gradient does not depend on `grad_accum`: every sum is weighed with counts of the whole batch, so the gradients
+    of micro-batches simply add. Micro-batch i holds the rows i, i + grad_accum, ... (so that a batch sharded by rows
+    stays so). Only dropout, whose draws belong to positions of a micro-batch, sees the cut.
 
     Args:
       graphdef: the model without its parameters.
