@@ -1,0 +1,311 @@
+"""The decoder that every text family shares: embedding, layers, head, and the cached form of the same pass."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, ArrayLike, Float, Int
+
+from smmd_jax.backbones.attention import Attention, Tokens, visible_keys
+from smmd_jax.backbones.cache import Cache, make_cache
+from smmd_jax.backbones.config import DecoderConfig
+from smmd_jax.backbones.norm import RMSNorm
+from smmd_jax.backbones.rope import rope_rotation
+
+_GATES = {
+    "silu": jax.nn.silu,
+    "gelu": lambda gate: jax.nn.gelu(gate, approximate=False),
+    "gelu_tanh": lambda gate: jax.nn.gelu(gate, approximate=True),
+}
+
+
+class FeedForward(nnx.Module):
+    """Gate, widen, narrow: down(activation(gate(x)) * up(x)), on flat tokens [B * T, D]."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype, param_dtype):
+        def linear(inputs: int, outputs: int, std: float) -> nnx.Linear:
+            return nnx.Linear(
+                inputs, outputs, use_bias=config.mlp_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
+                kernel_init=nnx.initializers.normal(std),
+            )
+
+        width, inner, std = config.hidden_size, config.intermediate_size, config.hidden_size**-0.5
+        self.activation = config.activation
+        self.gate_proj = linear(width, inner, std)
+        self.up_proj = linear(width, inner, std)
+        self.down_proj = linear(inner, width, std * (2 * config.num_layers) ** -0.5)
+
+    def __call__(self, flat: Float[Array, "tokens D"]) -> Float[Array, "tokens D"]:
+        return self.down_proj(_GATES[self.activation](self.gate_proj(flat)) * self.up_proj(flat))
+
+
+class DecoderLayer(nnx.Module):
+    """Add attention and feed-forward to the residual stream, each behind a norm (and, for gemma3, followed by one)."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype, param_dtype):
+        def norm() -> RMSNorm:
+            return RMSNorm(config.hidden_size, config, rngs=rngs, param_dtype=param_dtype)
+
+        # Names are those of the Hugging Face files. There `post_attention_layernorm` is the norm before the
+        # feed-forward, except in gemma3, where it follows attention and `pre_feedforward_layernorm` stands before.
+        self.input_layernorm, self.post_attention_layernorm = norm(), norm()
+        self.pre_feedforward_layernorm = norm() if config.post_norms else None
+        self.post_feedforward_layernorm = norm() if config.post_norms else None
+        self.self_attn = Attention(config, rngs=rngs, dtype=dtype, param_dtype=param_dtype)
+        self.mlp = FeedForward(config, rngs=rngs, dtype=dtype, param_dtype=param_dtype)
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def __call__(self, flat: Float[Array, "tokens D"], visible, rotation, *, rngs: nnx.Rngs | None = None, **attention):
+        def drop(outputs: Array) -> Array:
+            return self.dropout(outputs, deterministic=rngs is None, rngs=rngs)
+
+        mixed, keys_values = self.self_attn(self.input_layernorm(flat), visible, rotation, **attention)
+        if self.pre_feedforward_layernorm is None:
+            flat = flat + drop(mixed)
+            return flat + drop(self.mlp(self.post_attention_layernorm(flat))), keys_values
+        flat = flat + drop(self.post_attention_layernorm(mixed))
+        outputs = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(flat)))
+        return flat + drop(outputs), keys_values
+
+
+def default_positions(
+    attention_mask: ArrayLike | None, segment_ids: ArrayLike | None, shape: tuple[int, int]
+) -> tuple[Array, Array]:
+    """Return (real bool, positions int32), each [B, T], or [1, T] where every token is real.
+
+    positions = clip(cumsum(attention_mask) - 1, 0), counted from the start of each segment where there are segments;
+    segment id 0 is padding.
+    """
+    real = jnp.ones((1, shape[1]), bool) if attention_mask is None else jnp.asarray(attention_mask) != 0
+    if segment_ids is None:
+        return real, jnp.clip(jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1, 0)
+    segment_ids = jnp.asarray(segment_ids)
+    real = real & (segment_ids > 0)
+    counts = jnp.cumsum(real, axis=1, dtype=jnp.int32)
+    starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    before = jax.lax.cummax(jnp.where(starts, counts - real, 0), axis=1)
+    return real, jnp.clip(counts - 1 - before, 0)
+
+
+def _check_arrays(config: DecoderConfig, input_ids, images, **others):
+    if images is not None:
+        raise ValueError(f"got images, but {config.model_type} is a text backbone: leave images out or load a VLM")
+    if input_ids.ndim != 2 or not jnp.issubdtype(input_ids.dtype, jnp.integer):
+        raise ValueError(f"input_ids is {input_ids.dtype}{list(input_ids.shape)}, wanted integers [B, T]")
+    for name, array in others.items():
+        if array is None:
+            continue
+        array = jnp.asarray(array)
+        if array.shape != input_ids.shape:
+            raise ValueError(f"{name} has shape {list(array.shape)}, input_ids {list(input_ids.shape)}: wanted equal")
+        if not (jnp.issubdtype(array.dtype, jnp.integer) or array.dtype == bool):
+            raise TypeError(f"{name} is {array.dtype}, wanted integers or booleans, one per token")
+
+
+class Decoder(nnx.Module):
+    """Predict the next token: the decoder of every text family, which its config tells apart.
+
+    Inside, activations are flat [B * T, D]: on the CPU, XLA makes a transposed copy of each activation for the weight
+    gradients of [B, T, D] products, which costs more than the products. Layers are unrolled with parameters of
+    their own. The model holds parameters only: randomness (dropout) comes in by the call.
+
+    Args:
+        config: sizes and choices.
+        rngs: makes the initial parameters.
+        dtype, param_dtype: of the products, and of the stored parameters.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> config = DecoderConfig(vocab_size=32, hidden_size=16, intermediate_size=48, num_layers=2, num_heads=4)
+        >>> Decoder(config, rngs=nnx.Rngs(0))(jnp.ones((2, 5), jnp.int32)).shape
+        (2, 5, 32)
+
+    References:
+        H. Touvron et al., LLaMA, 2023, section 2.2.
+    """
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype=jnp.float32, param_dtype=jnp.float32):
+        self.config, self.dtype = config, dtype
+        std = config.hidden_size**-0.5
+        self.embed_tokens = nnx.Embed(
+            config.vocab_size, config.hidden_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
+            embedding_init=nnx.initializers.normal(std),
+        )
+        self.layers = nnx.List(
+            [DecoderLayer(config, rngs=rngs, dtype=dtype, param_dtype=param_dtype) for _ in range(config.num_layers)]
+        )
+        self.norm = RMSNorm(config.hidden_size, config, rngs=rngs, param_dtype=param_dtype)
+        if config.tied:
+            self.lm_head = None
+        else:
+            self.lm_head = nnx.Linear(
+                config.hidden_size, config.vocab_size, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
+                kernel_init=nnx.initializers.normal(std),
+            )
+
+    @property
+    def head(self) -> Float[Array, "D V"]:
+        """Return the head [D, V] in the dtype of the products; tied: the embedding transposed."""
+        kernel = self.embed_tokens.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
+        return kernel.astype(self.dtype)
+
+    def __call__(
+        self,
+        input_ids: Int[ArrayLike, "B T"],
+        *,
+        attention_mask: ArrayLike | None = None,
+        positions: ArrayLike | None = None,
+        segment_ids: ArrayLike | None = None,
+        images: dict | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> Float[Array, "B T V"]:
+        """Return float32 logits [B, T, V]; the arguments are those of `hidden`."""
+        hidden = self.hidden(
+            input_ids, attention_mask=attention_mask, positions=positions, segment_ids=segment_ids, images=images,
+            rngs=rngs,
+        )
+        return self.logits(hidden)
+
+    def hidden(
+        self,
+        input_ids: Int[ArrayLike, "B T"],
+        *,
+        attention_mask: ArrayLike | None = None,
+        positions: ArrayLike | None = None,
+        segment_ids: ArrayLike | None = None,
+        images: dict | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Return the hidden states after the last norm, what the head reads.
+
+        A token sees the real tokens of its own segment up to itself. Rows of padding give finite numbers that mean
+        nothing. A real token with an id outside the vocabulary makes its row NaN.
+
+        Args:
+            input_ids: int [B, T].
+            attention_mask: [B, T], non-zero for real tokens; None: all are real. Left and right padding give the same.
+            positions: int [B, T]; None: counted over the real tokens, from 0 in each segment.
+            segment_ids: int [B, T], rows packed with several examples; 0 is padding.
+            images: must be None here; the vision families take a dict of arrays.
+            rngs: randomness of the dropout; None: no dropout.
+
+        Returns:
+            [B, T, D] in the dtype of the products.
+
+        Raises:
+            ValueError, TypeError: arrays that are not [B, T] or not integers; images for a text backbone.
+        """
+        input_ids = jnp.asarray(input_ids)
+        _check_arrays(
+            self.config, input_ids, images, attention_mask=attention_mask, positions=positions, segment_ids=segment_ids
+        )
+        return self._prompt(input_ids, attention_mask, positions, segment_ids, rngs)[0]
+
+    def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
+        """Return float32 logits of hidden states."""
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        return jnp.matmul(flat, self.head, preferred_element_type=jnp.float32).reshape(*hidden.shape[:-1], -1)
+
+    def numeric_logits(self, hidden: Float[Array, "*batch D"], kernel) -> Float[Array, "*batch N"]:
+        """Return float32 logits of the numeric tokens only: hidden @ head[:, kernel.token_ids].
+
+        Args:
+            hidden: [..., D].
+            kernel: a NumericKernel or NumericVocab, for its token_ids.
+
+        Raises:
+            ValueError: the numeric vocabulary was made for a head wider than this one.
+        """
+        needed = getattr(kernel, "vocab", kernel).min_vocab_size
+        if needed > self.config.vocab_size:
+            raise ValueError(
+                f"the numeric vocabulary holds token id {needed - 1}, the head has {self.config.vocab_size} columns: "
+                "make the numeric vocabulary from this model's tokenizer"
+            )
+        if self.lm_head is None:  # rows of the embedding lie together in memory, columns of its transpose do not
+            columns = self.embed_tokens.embedding[kernel.token_ids].T
+        else:
+            columns = self.lm_head.kernel[:, kernel.token_ids]
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        numeric = jnp.matmul(flat, columns.astype(self.dtype), preferred_element_type=jnp.float32)
+        return numeric.reshape(*hidden.shape[:-1], -1)
+
+    def prefill(
+        self, input_ids: Int[Array, "B T"], *, attention_mask: ArrayLike | None = None, slots: int
+    ) -> tuple[Float[Array, "B T D"], Cache]:
+        """Return the hidden states of a prompt and a cache of `slots` slots that holds it.
+
+        Raises:
+            ValueError: fewer slots than columns.
+        """
+        hidden, layers, real = self._prompt(input_ids, attention_mask, None, None, None)
+        return hidden, make_cache(layers, jnp.broadcast_to(real, input_ids.shape), slots)
+
+    def extend(self, input_ids: Int[Array, "B T"], cache: Cache) -> tuple[Float[Array, "B T D"], Cache]:
+        """Return the hidden states of the tokens that follow those in the cache, and the cache with them.
+
+        The tokens are real and take the next slots; the caller sees to it that there are enough.
+        """
+        batch, length = input_ids.shape
+        slots = cache.real.shape[1]
+        columns = cache.used + jnp.arange(length, dtype=jnp.int32)
+        real = jax.lax.dynamic_update_slice(cache.real, jnp.ones((batch, length), bool), (0, cache.used))
+        key_ranks = jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1
+        ranks = jax.lax.dynamic_slice(key_ranks, (0, cache.used), (batch, length))
+        queries = Tokens(columns=columns, real=jnp.ones((batch, length), bool), ranks=ranks)
+        keys = Tokens(columns=jnp.arange(slots, dtype=jnp.int32), real=real, ranks=key_ranks)
+        hidden, layers = self._layers(input_ids, ranks, queries, keys, past=cache, rngs=None)
+        new_keys, new_values = zip(*layers, strict=True)
+        return hidden, Cache(keys=new_keys, values=new_values, real=real, used=cache.used + length)
+
+    def _prompt(self, input_ids, attention_mask, positions, segment_ids, rngs):
+        real, counted = default_positions(attention_mask, segment_ids, input_ids.shape)
+        positions = counted if positions is None else jnp.asarray(positions)
+        tokens = Tokens(
+            columns=jnp.arange(input_ids.shape[1], dtype=jnp.int32),
+            real=real,
+            ranks=jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1,
+            segments=None if segment_ids is None else jnp.asarray(segment_ids),
+        )
+        hidden, layers = self._layers(input_ids, positions, tokens, tokens, past=None, rngs=rngs)
+        return hidden, layers, real
+
+    def _layers(self, input_ids, positions, queries: Tokens, keys: Tokens, *, past: Cache | None, rngs):
+        config = self.config
+        layers = range(config.num_layers)
+        # Made once for all layers: one mask per window and one rotation per frequency table.
+        visible = {window: visible_keys(queries, keys, window) for window in {config.window_of(i) for i in layers}}
+        ropes = {config.rope_of(i) for i in layers} - {None}
+        rotations = {rope: rope_rotation(rope, config.head_dim, positions) for rope in ropes} | {None: None}
+        query_scale = None
+        if config.query_scale_beta:
+            steps = (positions // config.query_scale_length).astype(jnp.float32)
+            query_scale = 1.0 + config.query_scale_beta * jnp.log1p(steps)
+
+        # What stands in the padding must not matter, not even an id that is none.
+        flat = self._embed(jnp.where(queries.real, input_ids, 0).reshape(-1))
+        keys_values = []
+        for index, layer in enumerate(self.layers):
+            flat, read = layer(
+                flat,
+                visible[config.window_of(index)],
+                rotations[config.rope_of(index)],
+                batch=input_ids.shape[0],
+                query_scale=query_scale,
+                past=None if past is None else (past.keys[index], past.values[index]),
+                offset=None if past is None else past.used,
+                rngs=rngs,
+            )
+            keys_values.append(read)
+        return self.norm(flat).reshape(*input_ids.shape, -1), keys_values
+
+    def _embed(self, ids: Int[Array, "tokens"]) -> Float[Array, "tokens D"]:
+        # NaN for an id outside [0, V): jax would take the nearest row, or count a negative id from the end.
+        rows = self.embed_tokens.embedding[...].at[ids].get(
+            mode="fill", fill_value=np.nan, wrap_negative_indices=False
+        )
+        rows = rows.astype(self.dtype)
+        if self.config.embedding_scale == 1.0:
+            return rows
+        return rows * jnp.asarray(self.config.embedding_scale, self.dtype)

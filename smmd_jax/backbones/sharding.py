@@ -1,0 +1,96 @@
+"""Which mesh axis splits which dimension of which parameter: one table of path rules per backbone family."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+import jax
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+# Path pattern -> mesh axis per dimension. Heads, feed-forward and vocabulary lie over `tensor`, the other dimension of
+# each matrix over `fsdp`; `data` splits no parameter. Vectors as wide as the model are kept whole: they are small.
+DECODER_RULES = (
+    (r"embed_tokens/embedding", ("tensor", "fsdp")),
+    (r"lm_head/kernel", ("fsdp", "tensor")),
+    (r"layers/\d+/self_attn/[qkv]_proj/kernel", ("fsdp", "tensor")),
+    (r"layers/\d+/self_attn/[qkv]_proj/bias", ("tensor",)),
+    (r"layers/\d+/self_attn/o_proj/kernel", ("tensor", "fsdp")),
+    (r"layers/\d+/self_attn/o_proj/bias", (None,)),
+    (r"layers/\d+/self_attn/[qk]_norm/weight", (None,)),
+    (r"layers/\d+/mlp/(gate|up)_proj/kernel", ("fsdp", "tensor")),
+    (r"layers/\d+/mlp/(gate|up)_proj/bias", ("tensor",)),
+    (r"layers/\d+/mlp/down_proj/kernel", ("tensor", "fsdp")),
+    (r"layers/\d+/mlp/down_proj/bias", (None,)),
+    (r"layers/\d+/(input|post_attention|pre_feedforward|post_feedforward)_layernorm/weight", (None,)),
+    (r"norm/weight", (None,)),
+)
+
+# model_type -> rules
+SHARDING_RULES = {
+    name: DECODER_RULES
+    for name in ("qwen2", "qwen3", "llama", "smollm3", "mistral", "ministral", "ministral3", "gemma3_text")
+}
+
+
+def parameter_path(path: Sequence) -> str:
+    """Return a key path of jax.tree_util as "layers/0/mlp/up_proj/kernel"."""
+    return "/".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
+
+
+def _spec(shape: tuple[int, ...], axes: Sequence[str | None], mesh: Mesh) -> PartitionSpec:
+    sizes = dict(mesh.shape)
+    fits = [axis in sizes and length % sizes[axis] == 0 for length, axis in zip(shape, axes, strict=True)]
+    return PartitionSpec(*(axis if fit else None for axis, fit in zip(axes, fits, strict=True)))
+
+
+def parameter_shardings(
+    parameters: nnx.State | Mapping, mesh: Mesh, *, rules: Sequence[tuple[str, Sequence[str | None]]] = DECODER_RULES
+) -> dict:
+    """Return the sharding of every parameter, as a nested dict of NamedSharding.
+
+    A dimension that its mesh axis does not divide, or whose axis the mesh lacks, is not split.
+
+    Args:
+        parameters: state of a model or nested dict of arrays or jax.ShapeDtypeStruct (`nnx.eval_shape` makes them
+            without using memory).
+        mesh: device mesh with any of the axes `data`, `fsdp`, `tensor`.
+        rules: the family's row of SHARDING_RULES.
+
+    Returns:
+        nested dict with the paths of `parameters` (what `nnx.to_pure_dict` returns).
+
+    Raises:
+        ValueError: a parameter that no rule or more than one rule matches, or whose rule has another rank (all are
+            listed); a mesh with axes that are not AxisType.Auto.
+
+    Example:
+        >>> import jax
+        >>> mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(AxisType.Auto,))
+        >>> parameters = {"norm": {"weight": jax.ShapeDtypeStruct((8,), "float32")}}
+        >>> parameter_shardings(parameters, mesh)["norm"]["weight"].spec
+        PartitionSpec(None,)
+    """
+    if any(kind != AxisType.Auto for kind in mesh.axis_types):
+        raise ValueError(
+            f"the mesh has axis types {[str(kind) for kind in mesh.axis_types]}, wanted AxisType.Auto for each: make "
+            "it with jax.make_mesh(..., axis_types=(AxisType.Auto,) * number_of_axes)"
+        )
+    pure = nnx.to_pure_dict(parameters) if isinstance(parameters, nnx.State) else parameters
+    compiled = [(re.compile(pattern), axes) for pattern, axes in rules]
+    faults = []
+
+    def sharding(path, leaf):
+        name = parameter_path(path)
+        matches = [axes for pattern, axes in compiled if pattern.fullmatch(name)]
+        if len(matches) != 1:
+            faults.append(f"{name} {list(leaf.shape)}: {len(matches)} rules match")
+        elif len(matches[0]) != len(leaf.shape):
+            faults.append(f"{name} {list(leaf.shape)}: its rule has {len(matches[0])} dimensions")
+        else:
+            return NamedSharding(mesh, _spec(leaf.shape, matches[0], mesh))
+        return NamedSharding(mesh, PartitionSpec())
+
+    shardings = jax.tree_util.tree_map_with_path(sharding, pure)
+    if faults:
+        raise ValueError("every parameter must match exactly one sharding rule; wanting:\n  " + "\n  ".join(faults))
+    return shardings

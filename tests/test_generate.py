@@ -1,0 +1,140 @@
+"""Generation: the cached loop against repeated full forwards, for every family, side of padding and batch size."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from smmd_jax.backbones import Decoder
+from tests.decoders import FAMILIES, make_decoder, padded, reference_logits, run, sequences
+from train import generate as generate_module
+from train.generate import generate
+
+NEW = 8
+PROMPTS = sequences((9, 2, 6), seed=3)
+
+
+def reference_tokens(model, prompt, count):
+    """Append the most likely token of the float64 decoder, again and again; no cache."""
+    tokens = list(prompt)
+    for _ in range(count):
+        scores = reference_logits(model, tokens)[-1]
+        best = np.sort(scores)[-2:]
+        assert best[1] - best[0] > 1e-4, "a tie: choose another seed, float32 may break it either way"
+        tokens.append(int(scores.argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cached_tokens_equal_repeated_full_forwards_with_both_paddings(family):
+    model = make_decoder(family)
+    wanted = [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
+    for side in ("left", "right"):
+        tokens = generate(model, **padded(PROMPTS, side, width=10), max_new_tokens=NEW)
+        assert tokens.dtype == jnp.int32
+        np.testing.assert_array_equal(tokens, wanted)
+
+
+def test_tokens_do_not_depend_on_the_batch():
+    model = make_decoder("gemma3_text")
+    prompts = sequences((9, 2, 6, 1, 9, 4, 5, 3), seed=3)
+    whole = np.asarray(generate(model, **padded(prompts, "left"), max_new_tokens=NEW))
+    assert len({tuple(row) for row in whole}) > 1
+    for size in (1, 3):
+        for start in range(0, len(prompts) - size + 1, size):
+            part = padded(prompts[start : start + size], "left", width=9)
+            np.testing.assert_array_equal(generate(model, **part, max_new_tokens=NEW), whole[start : start + size])
+
+
+def test_any_eos_ends_a_row_with_itself_and_then_pads():
+    model = make_decoder("qwen2")
+    batch = padded(PROMPTS, "left")
+    free = np.asarray(generate(model, **batch, max_new_tokens=NEW))
+    eos_ids = (int(free[0, 2]), int(free[1, 4]))
+    wanted = free.copy()
+    for row in wanted:
+        ends = np.flatnonzero(np.isin(row, eos_ids))
+        if ends.size:
+            row[ends[0] + 1 :] = 36
+    assert (wanted == 36).any() and not (wanted == 36).all(axis=1).any()
+    np.testing.assert_array_equal(generate(model, **batch, max_new_tokens=NEW, eos_ids=eos_ids, pad_id=36), wanted)
+
+
+def test_the_loop_stops_when_all_rows_are_done():
+    model = make_decoder("tiny")
+    batch = padded(PROMPTS, "left")
+    first = np.asarray(generate(model, **batch, max_new_tokens=1))[:, 0]
+    steps = []
+    original = generate_module._is_eos
+
+    def counting(token, eos_ids):
+        jax.debug.callback(lambda: steps.append(1))
+        return original(token, eos_ids)
+
+    generate_module._is_eos = counting
+    try:
+        generate_module._generate.clear_cache()
+        tokens = generate(model, **batch, max_new_tokens=NEW, eos_ids=tuple(first.tolist()))
+        jax.effects_barrier()
+    finally:
+        generate_module._is_eos = original
+        generate_module._generate.clear_cache()
+    assert len(steps) == 1 and (np.asarray(tokens)[:, 1:] == 0).all()
+
+
+def test_one_compilation_per_shape_whatever_the_weights_and_eos():
+    generate_module._generate.clear_cache()
+    batch = padded(PROMPTS, "left")
+    for seed in (0, 1):
+        model = Decoder(FAMILIES["tiny"], rngs=nnx.Rngs(seed))
+        for eos in (1, 2):
+            generate(model, **batch, max_new_tokens=2, eos_ids=(eos,))
+    assert generate_module._generate._cache_size() == 1
+    generate(model, **batch, max_new_tokens=3, eos_ids=(1,))
+    assert generate_module._generate._cache_size() == 2
+
+
+def test_extending_by_several_tokens_equals_one_pass():
+    model = make_decoder("ministral")
+    (tokens,) = sequences((12,))
+    ids = np.array([tokens, tokens], np.int32)
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def in_parts(state):
+        model = nnx.merge(graphdef, state)
+        start, cache = model.prefill(ids[:, :5], slots=14)
+        middle, cache = model.extend(ids[:, 5:6], cache)
+        end, cache = model.extend(ids[:, 6:], cache)
+        return jnp.concatenate([start, middle, end], axis=1), cache.used
+
+    hidden, used = in_parts(state)
+    assert used == 12
+    np.testing.assert_allclose(hidden, run(model, "hidden", input_ids=ids), atol=1e-5)
+
+
+def test_a_cache_smaller_than_the_prompt_is_refused():
+    with pytest.raises(ValueError, match="a cache of 3 slots cannot hold 4 columns"):
+        jax.eval_shape(lambda ids: make_decoder("tiny").prefill(ids, slots=3), jnp.ones((1, 4), jnp.int32))
+
+
+IDS = np.ones((2, 4), np.int32)
+HALF = np.array([[1, 1, 1, 1], [0, 0, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (dict(input_ids=IDS[0], attention_mask=IDS[0]), ValueError, r"input_ids is int32\[4\]"),
+        (dict(input_ids=IDS, attention_mask=IDS[:, :2]), ValueError, r"attention_mask has shape \[2, 2\]"),
+        (dict(input_ids=IDS, attention_mask=IDS * 1.0), TypeError, "attention_mask is float64"),
+        (dict(input_ids=IDS, attention_mask=HALF), ValueError, r"prompt rows \[1\] hold no real token"),
+        (dict(max_new_tokens=0), ValueError, "max_new_tokens is 0"),
+        (dict(max_new_tokens=61), ValueError, "exceed the model's 64 positions"),
+        (dict(images={}), ValueError, "text backbone"),
+    ],
+)
+def test_bad_requests_are_refused_with_a_sentence(arguments, error, message):
+    with pytest.raises(error, match=message):
+        generate(make_decoder("tiny"), **dict(input_ids=IDS, attention_mask=IDS, max_new_tokens=2) | arguments)

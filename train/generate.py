@@ -1,0 +1,120 @@
+"""Greedy generation: prefill and a loop over new tokens in one compiled program."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, ArrayLike, Int
+
+
+def generate(
+    model: nnx.Module,
+    input_ids: Int[ArrayLike, "B T"],
+    *,
+    attention_mask: ArrayLike,
+    max_new_tokens: int,
+    eos_ids: Sequence[int] = (),
+    images: dict | None = None,
+    pad_id: int = 0,
+) -> Int[Array, "B new"]:
+    """Return the most likely continuation, token by token.
+
+    A row that has produced one of `eos_ids` is done: its EOS is kept and `pad_id` follows. The loop stops when all
+    rows are done. Rows do not see each other, so a row's tokens do not depend on the batch; left and right padding
+    give the same tokens. One compilation serves every call with the same model structure and shapes.
+
+    Args:
+        model: a backbone.
+        input_ids: int [B, T] prompts, padded on either side.
+        attention_mask: [B, T], non-zero for real tokens.
+        max_new_tokens: how many tokens to return.
+        eos_ids: tokens that end an answer, each of them.
+        images: for the vision families.
+        pad_id: what follows the EOS.
+
+    Returns:
+        int32 [B, max_new_tokens].
+
+    Raises:
+        ValueError, TypeError: arrays that are not [B, T] integers, a prompt row without a real token, max_new_tokens
+            below 1, more tokens than the model has positions.
+
+    Example:
+        >>> from smmd_jax.backbones import PRESETS, Decoder
+        >>> model = Decoder(PRESETS["tiny"], rngs=nnx.Rngs(0))
+        >>> prompts = jnp.array([[5, 6, 7]])
+        >>> generate(model, prompts, attention_mask=jnp.ones_like(prompts), max_new_tokens=4).shape
+        (1, 4)
+    """
+    input_ids, attention_mask = np.asarray(input_ids), np.asarray(attention_mask)
+    _check(model, input_ids, attention_mask, max_new_tokens, images)
+    graphdef, state = nnx.split(model)
+    return _generate(
+        graphdef,
+        state,
+        jnp.asarray(input_ids, jnp.int32),
+        jnp.asarray(attention_mask != 0),
+        jnp.asarray(eos_ids, jnp.int32).reshape(-1),
+        jnp.int32(pad_id),
+        max_new_tokens=max_new_tokens,
+    )
+
+
+def _check(model, input_ids, attention_mask, max_new_tokens, images):
+    if images is not None:
+        raise ValueError(f"got images, but {model.config.model_type} is a text backbone: leave images out")
+    if input_ids.ndim != 2 or not np.issubdtype(input_ids.dtype, np.integer):
+        raise ValueError(f"input_ids is {input_ids.dtype}{list(input_ids.shape)}, wanted integers [B, T]")
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask has shape {list(attention_mask.shape)}, input_ids {list(input_ids.shape)}: make them equal"
+        )
+    if not (np.issubdtype(attention_mask.dtype, np.integer) or attention_mask.dtype == bool):
+        raise TypeError(f"attention_mask is {attention_mask.dtype}, wanted integers or booleans, one per token")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}, wanted at least 1")
+    empty = np.flatnonzero(~(attention_mask != 0).any(axis=1))
+    if empty.size:
+        raise ValueError(f"prompt rows {empty.tolist()} hold no real token: give each at least one, or leave them out")
+    length = input_ids.shape[1]
+    if length + max_new_tokens > model.config.max_positions:
+        raise ValueError(
+            f"prompts of {length} columns and {max_new_tokens} new tokens exceed the model's "
+            f"{model.config.max_positions} positions: shorten the prompts or ask for fewer tokens"
+        )
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="max_new_tokens")
+def _generate(graphdef, state, input_ids, real, eos_ids, pad_id, *, max_new_tokens):
+    model = nnx.merge(graphdef, state)
+    batch, length = input_ids.shape
+    # The last token is never read back, so it needs no slot.
+    hidden, cache = model.prefill(input_ids, attention_mask=real, slots=length + max_new_tokens - 1)
+    last = length - 1 - jnp.argmax(real[:, ::-1], axis=1)
+    first = _most_likely(model, jnp.take_along_axis(hidden, last[:, None, None], axis=1))
+    tokens = jnp.full((batch, max_new_tokens), pad_id, jnp.int32).at[:, 0].set(first)
+
+    def going_on(carry):
+        step, _, done, _, _ = carry
+        return (step < max_new_tokens) & ~done.all()
+
+    def advance(carry):
+        step, token, done, cache, tokens = carry
+        hidden, cache = model.extend(token[:, None], cache)
+        token = jnp.where(done, pad_id, _most_likely(model, hidden))
+        tokens = jax.lax.dynamic_update_slice(tokens, token[:, None], (0, step))
+        return step + 1, token, done | _is_eos(token, eos_ids), cache, tokens
+
+    carry = (jnp.int32(1), first, _is_eos(first, eos_ids), cache, tokens)
+    return jax.lax.while_loop(going_on, advance, carry)[-1]
+
+
+def _most_likely(model, hidden):
+    return jnp.argmax(model.logits(hidden[:, 0]), axis=-1).astype(jnp.int32)
+
+
+def _is_eos(token, eos_ids):
+    return (token[:, None] == eos_ids[None, :]).any(axis=1)
