@@ -4,7 +4,9 @@ import errno
 import logging
 import os
 import signal
+import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -99,6 +101,9 @@ _PEER_WORDS = ("coordination service", "heartbeat", "DEADLINE_EXCEEDED", "UNAVAI
 class StopSignals:
     """Turn the first SIGTERM or SIGINT into a flag that the loop reads; the second one ends the process at once.
 
+    Python runs a signal's handler between two instructions of the main thread, which may be minutes away while XLA
+    compiles. Its wake-up descriptor is written by the system's handler itself; a thread that reads it counts.
+
     Example:
         >>> with StopSignals() as stop:
         ...     stop.received is None
@@ -112,16 +117,34 @@ class StopSignals:
     def __enter__(self) -> "StopSignals":
         for number in (signal.SIGTERM, signal.SIGINT):
             self._former[number] = signal.signal(number, self._handle)
+        self._read, self._write = socket.socketpair()
+        self._write.setblocking(False)  # a condition of set_wakeup_fd
+        self._former_descriptor = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        self._watcher = threading.Thread(target=self._watch, name="stop-signals", daemon=True)
+        self._watcher.start()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         for number, handler in self._former.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._former_descriptor)
+        self._write.close()
+        self._watcher.join()
+        self._read.close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
-            os._exit(128 + number)
-        self.received = number
+        self.received = self.received or number
+
+    def _watch(self) -> None:
+        seen = 0
+        while numbers := self._read.recv(64):
+            for number in numbers:
+                if number not in self._former:
+                    continue
+                seen += 1
+                if seen > 1:
+                    os._exit(128 + number)
+                self.received = self.received or number
 
 
 def exit_code_of(error: BaseException, *, process_count: int = 1) -> int:
