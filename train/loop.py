@@ -3,9 +3,9 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -60,7 +60,8 @@ def train(config: TrainConfig, argv: Sequence[str]) -> None:
         StopSignals() as stop,
         Checkpoints(folder / "checkpoints", keep=config.keep_checkpoints) as checkpoints,
     ):
-        state, start = _first_state(run, checkpoints)
+        state, saved = _first_state(run, checkpoints)
+        start = saved or 0
         resume_step = start if start > 0 else None
         drop_later_predictions(folder, resume_step)
         with contextlib.ExitStack() as stack:
@@ -72,7 +73,7 @@ def train(config: TrainConfig, argv: Sequence[str]) -> None:
             if config.tensorboard:
                 records.tensorboard = TensorBoardWriter(folder / "tensorboard", resume_step=resume_step)
                 stack.callback(records.tensorboard.close)
-            _Loop(run, checkpoints, records, stop).go(state, start)
+            _Loop(run, checkpoints, records, stop, saved).go(state, start)
     write_plots(folder)
     print(sample_predictions(newest_predictions(folder)), flush=True)
     print(closing_table(read_jsonl(folder / METRICS), read_jsonl(folder / EVALS)), flush=True)
@@ -91,42 +92,54 @@ class _Records:
             self.tensorboard.write(row, prefix=prefix)
 
 
-class _Loop:
-    """The loop's own bookkeeping: which step is in flight and when what is due."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _InFlight:
+    """A step that was handed to the devices, with what belongs to its batch: the stream moves on meanwhile."""
 
-    def __init__(self, run: Run, checkpoints: Checkpoints, records: _Records, stop: StopSignals):
+    step: int
+    metrics: dict[str, jax.Array]
+    epoch: float
+
+
+class _Loop:
+    """The loop's own bookkeeping: which step is in flight, which is saved, and when what is due.
+
+    A due step is finished, logged, saved and then evaluated: a kill during an evaluation loses no training, and the
+    next start makes up for the evaluation.
+    """
+
+    def __init__(self, run: Run, checkpoints: Checkpoints, records: _Records, stop: StopSignals, saved: int | None):
         self.run, self.checkpoints, self.records, self.stop = run, checkpoints, records, stop
         self.config = run.config
         self.tokens_per_step = self.config.batch_size * self.config.max_length
+        self._saved = saved
+        self._in_flight: _InFlight | None = None
         self._prompts: list[PromptBatch] | None = None
         self._input_wait = 0.0
 
     def go(self, state: TrainState, start: int) -> None:
         """Run the steps that are left; the metrics of a step are read while the next one runs."""
-        progress = self.records.progress
-        if start >= self.config.steps:
-            self._evaluate_if_due(state, start)
-            return
-        with progress.pause("compile"):
-            compiled = self.run.lower_step().compile()
-        in_flight: tuple[int, dict[str, jax.Array]] | None = None
+        # The data position that belongs to `state`: the stream's after the batch of its last step.
+        position = self.run.batches.get_state()
+        self._evaluate_if_due(state, start, position)
+        if start < self.config.steps:
+            with self.records.progress.pause("compile"):
+                compiled = self.run.lower_step().compile()
         for step in range(start + 1, self.config.steps + 1):
+            if self.stop.received is not None:
+                self._stop(state, step - 1, position)
             began = time.monotonic()
             batch = self.run.place(next(self.run.batches))
             self._input_wait += time.monotonic() - began
-            data_position = self.run.batches.get_state()
+            position = self.run.batches.get_state()
             state, metrics = compiled(state, batch, self.run.kernel)
-            if in_flight is not None:
-                self._finish(*in_flight)
-            in_flight = (step, metrics)
-            if self._is_last(step) or self._is_due(step) or self.stop.received is not None:
-                self._finish(*in_flight)
-                in_flight = None
-                self._evaluate_if_due(state, step)
-                if self._is_last(step) or self._every(self.config.checkpoint_every, step) or self.stop.received:
-                    self._save(state, step, data_position)
-                if self.stop.received is not None and not self._is_last(step):
-                    self._stopped(step)
+            self._finish()
+            self._in_flight = _InFlight(step=step, metrics=metrics, epoch=self.run.batches.epoch)
+            if self._is_last(step) or self._is_due(step):
+                self._finish()
+                if self._is_last(step) or self._every(self.config.checkpoint_every, step):
+                    self._save(state, step, position)
+                self._evaluate_if_due(state, step, position)
             self.checkpoints.check()
         self.checkpoints.wait()
 
@@ -138,11 +151,15 @@ class _Loop:
 
     @staticmethod
     def _every(interval: int, step: int) -> bool:
-        return interval > 0 and step % interval == 0
+        return interval > 0 and step > 0 and step % interval == 0
 
-    def _finish(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        """Wait for a step; stop the run if it was not finite; write its row if it is a logged one."""
-        values = {name: value.item() for name, value in jax.device_get(metrics).items()}
+    def _finish(self) -> None:
+        """Wait for the step in flight; stop the run if it was not finite; write its row if it is a logged one."""
+        if self._in_flight is None:
+            return
+        flight, self._in_flight = self._in_flight, None
+        step = flight.step
+        values = {name: value.item() for name, value in jax.device_get(flight.metrics).items()}
         progress = self.records.progress
         progress.advance(step, tokens=self.tokens_per_step)
         is_finite = values.pop("is_finite")
@@ -160,7 +177,8 @@ class _Loop:
             "grad_norm": values["grad_norm"],
             "tokens_per_second": progress.tokens_per_second,
             "input_wait": self._input_wait / progress.seconds if progress.seconds > 0 else None,
-            "epoch": self.run.batches.epoch,
+            "compile_seconds": progress.paused_seconds.get("compile"),
+            "epoch": flight.epoch,
         }
         self.records.write(self.records.metrics, row, "train")
         if not is_finite:
@@ -172,10 +190,10 @@ class _Loop:
         shown = {name: row[name] for name in ("loss", "ce", "numeric") if row[name] is not None}
         progress.show(shown)
 
-    def _evaluate_if_due(self, state: TrainState, step: int) -> None:
+    def _evaluate_if_due(self, state: TrainState, step: int, position: dict[str, Any]) -> None:
         split = self.config.eval_split or self.run.task.eval_split
         due = self._is_last(step) or self._every(self.config.eval_every, step)
-        if not due or self.records.evals.has(step=step, split=split) or self.stop.received is not None:
+        if not due or self.records.evals.has(step=step, split=split):
             return
         with self.records.progress.pause("evaluate"):
             if self._prompts is None:
@@ -184,8 +202,9 @@ class _Loop:
                 self._prompts = make_prompt_batches(
                     source, self.run.tokenizer, batch_size=self.config.eval_batch_size, examples=examples
                 )
+            prompts = self._until_stopped(self._prompts, state, step, position)
             answers = answer_prompts(
-                self.run.model(state.parameters), self.run.tokenizer, self._prompts, max_new_tokens=_MAX_NEW_TOKENS
+                self.run.model(state.parameters), self.run.tokenizer, prompts, max_new_tokens=_MAX_NEW_TOKENS
             )
             scored = grade_answers(answers, self.run.task.grader)
             write_jsonl(Path(self.config.workdir) / PREDICTIONS / f"{step}.jsonl", scored.predictions)
@@ -197,14 +216,26 @@ class _Loop:
             f"{scored.metrics.n} examples"
         )
 
-    def _save(self, state: TrainState, step: int, data_position: dict[str, Any]) -> None:
-        if self.checkpoints.saved_step == step:
+    def _until_stopped(
+        self, prompts: list[PromptBatch], state: TrainState, step: int, position: dict[str, Any]
+    ) -> Iterator[PromptBatch]:
+        """Yield the prompts, and end the run between two batches of them: an evaluation may outlast a grace period."""
+        for batch in prompts:
+            if self.stop.received is not None:
+                self._stop(state, step, position)
+            yield batch
+
+    def _save(self, state: TrainState, step: int, position: dict[str, Any]) -> None:
+        if self._saved == step:
             return
         with self.records.progress.pause("checkpoint"):
-            data = {"position": data_position, "fingerprint": self.run.batches.fingerprint}
+            data = {"position": position, "fingerprint": self.run.batches.fingerprint}
             self.checkpoints.save(step, state, data, must_be_finite=state.parameters)
+        self._saved = step
 
-    def _stopped(self, step: int) -> None:
+    def _stop(self, state: TrainState, step: int, position: dict[str, Any]) -> NoReturn:
+        self._finish()
+        self._save(state, step, position)
         self.checkpoints.wait()
         raise StoppedError(
             f"a signal ended the run; step {step} is saved and verified. Run the same command again to go on.",
@@ -212,12 +243,13 @@ class _Loop:
         )
 
 
-def _first_state(run: Run, checkpoints: Checkpoints) -> tuple[TrainState, int]:
+def _first_state(run: Run, checkpoints: Checkpoints) -> tuple[TrainState, int | None]:
+    """Give the state to go on from and the saved step it is, None for a fresh one."""
     restored = checkpoints.restore(run.state_like)
     for note in checkpoints.notes:
         print(f"note: {note}", flush=True)
     if restored is None:
-        return run.make_state(), 0
+        return run.make_state(), None
     for reason in restored.skipped:
         print(f"note: {reason}", flush=True)
     changes = check_fingerprint(
