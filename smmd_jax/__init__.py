@@ -1,6 +1,6 @@
 """Numeric-aware training losses in JAX: SMMD and every loss it is compared against.
 
-The core needs JAX, NumPy and jaxtyping. Model ports live in `smmd_jax.backbones`, which needs Flax and is not imported here.
+The core needs JAX, NumPy and jaxtyping. Model ports live in `smmd_jax.backbones`, which needs Flax; not imported here.
 """
 
 from smmd_jax.errors import TokenizerError, TokenRangeError
@@ -75,11 +75,11 @@ __all__ = [
     "numeric_vocab_from_tokenizer",
     "random_kernel",
     "rbf_kernel",
-    "sum_and_count",
     "shift_targets",
     "shuffled_kernel",
     "smmd_loss",
     "smmd_loss_from_hidden",
     "smmd_loss_from_numeric_logits",
     "smmd_terms",
+    "sum_and_count",
 ]

@@ -185,7 +185,7 @@ def default_alpha(gram: Real[Any, "N N"]) -> float:
     """
     mean_degree = float(_checked_gram(gram).sum(1).mean())
     if mean_degree <= 0:
-        raise ValueError(f"default_alpha: the mean degree of the kernel is {mean_degree:.6g}, not positive; pass alpha.")
+        raise ValueError(f"default_alpha: the kernel's mean degree is {mean_degree:.6g}, not positive; pass alpha.")
     return 1.0 / (2.0 * mean_degree)
 
 
@@ -261,8 +261,8 @@ def make_numeric_kernel(
       A `NumericKernel`.
 
     Raises:
-      ValueError: an unknown kernel or terms (the known ones are listed), alpha given with terms="mmd", alpha negative or
-        not finite, rescale for a kernel without distances, or what the kernel function itself refuses.
+      ValueError: an unknown kernel or terms (the known ones are listed), alpha given with terms="mmd", alpha negative
+        or not finite, rescale for a kernel without distances, or what the kernel function itself refuses.
       TypeError: vocab is not a `NumericVocab`.
 
     Example:

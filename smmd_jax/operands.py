@@ -5,7 +5,6 @@ Checks look at shapes and dtypes, never at values: they cost nothing under jit a
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -25,7 +24,7 @@ def check_mask(where: str, mask: Any, shape: tuple[int, ...]) -> None:
     if mask.shape != shape:
         raise ValueError(f"{where}: mask has shape {mask.shape}, targets have shape {shape}; they must be the same.")
     if mask.dtype != jnp.bool_:
-        raise TypeError(f"{where}: mask must be boolean (true where a position counts), got {mask.dtype}; pass mask != 0.")
+        raise TypeError(f"{where}: mask must be boolean (true where it counts), got {mask.dtype}; pass mask != 0.")
 
 
 def check_operands(
@@ -101,14 +100,14 @@ def numeric_columns(
 def live_rows(
     scores: Float[Array, "*batch K"], live: Bool[Array, "*batch"]
 ) -> Float[Array, "*batch K"]:
-    """Put zeros into the rows that do not count, before any arithmetic: NaN times 0 would be NaN, in the gradient too."""
+    """Put zeros into the rows that do not count, before any arithmetic: NaN times 0 is NaN, in the gradient too."""
     return jnp.where(live[..., None], scores, jnp.zeros((), scores.dtype))
 
 
 def numeric_operands(
     name: str, logits: Any, targets: Any, kernel: Vocabulary, mask: Any
 ) -> tuple[Float[Array, "*batch N"], Bool[Array, "*batch N"]]:
-    """Check logits and targets; return the float32 numeric columns, zeros in dead rows, and the match of the targets."""
+    """Check logits and targets; return the float32 numeric columns, zeros in dead rows, and the targets' match."""
     check_vocabulary(name, kernel)
     logits, targets, mask = check_operands(name, logits, targets, mask)
     match = match_targets(targets, kernel.token_ids, mask)

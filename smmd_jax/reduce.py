@@ -4,7 +4,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
 
-def sum_and_count(values: Float[Array, "*batch"], mask: Bool[Array, "*batch"]) -> tuple[Float[Array, ""], Int[Array, ""]]:
+def sum_and_count(
+    values: Float[Array, "*batch"], mask: Bool[Array, "*batch"]
+) -> tuple[Float[Array, ""], Int[Array, ""]]:
     """Sum the values under a mask and count them; sums and counts of micro-batches or shards simply add.
 
         sum = sum of values where mask,   count = number of true positions of mask

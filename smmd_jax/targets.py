@@ -48,7 +48,7 @@ def shift_targets(
 
 
 def check_targets(targets: Any, vocab_size: int, *, mask: Any = None) -> None:
-    """Raise if an unmasked target is not a token of the vocabulary. Host only: call it on every batch before the device.
+    """Raise if an unmasked target is no token of the vocabulary. Host only: call it on every batch before the device.
 
         0 <= targets < vocab_size   wherever mask is true
 
@@ -59,7 +59,7 @@ def check_targets(targets: Any, vocab_size: int, *, mask: Any = None) -> None:
 
     Raises:
       TokenRangeError: the first bad target, with its row, column, value and V, and how many there are.
-      ValueError, TypeError: shapes that differ, targets that are not integers, a mask that is not boolean, traced arrays.
+      ValueError, TypeError: shapes that differ, targets that are no integers, a mask that is not boolean, tracers.
 
     Example:
       >>> check_targets(np.array([[3, -100]]), 10, mask=np.array([[True, False]]))

@@ -1,4 +1,4 @@
-"""Head, cross entropy and numeric loss together, a chunk of rows at a time: no array holds the logits of all positions."""
+"""Head, cross entropy and numeric loss together, a chunk of rows at a time: never the logits of all positions."""
 
 import functools
 import math
@@ -38,7 +38,8 @@ def chunked_cross_entropy_and_numeric(
 ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
     """Compute cross entropy and a numeric loss at each position from hidden states, in chunks.
 
-        ce = cross_entropy_loss(hidden @ head, targets),   numeric = LOSSES[loss].function(hidden @ head, targets, kernel)
+        ce = cross_entropy_loss(hidden @ head, targets)
+        numeric = LOSSES[loss].function(hidden @ head, targets, kernel)
 
     The logits of one chunk live at a time; the backward pass makes them again. With bfloat16 operands the products
     accumulate in float32. Use `chunked_loss_sums` where the weights of the positions are known: it recomputes nothing.
@@ -68,7 +69,7 @@ def chunked_cross_entropy_and_numeric(
       [0.911, 0.911, 0.911, 0.0, 0.0, 0.0]
 
     References:
-      Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, arXiv 2411.09009 (the memory problem).
+      Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, arXiv 2411.09009 (the problem).
     """
     name = "chunked_cross_entropy_and_numeric"
     spec, hidden, head, targets, mask = _checked(name, hidden, head, targets, kernel, loss, mask)

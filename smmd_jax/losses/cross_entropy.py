@@ -78,7 +78,7 @@ def _low_precision_nll(logits, targets):
 
 @_low_precision_nll.defjvp
 def _low_precision_nll_jvp(primals, tangents):
-    """Recompute the softmax from the 16-bit logits: plain differentiation keeps float32 copies of them, twice the memory.
+    """Recompute the softmax from the 16-bit logits: plain differentiation keeps float32 copies, twice the memory.
 
     In float32 XLA keeps nothing anyway, and recomputing would only cost a second exponential.
     """

@@ -20,8 +20,8 @@ def digit_entropy_loss(
 
         BCE(l, 1) = log(1 + exp(-l)),   BCE(l, 0) = log(1 + exp(l))
 
-    The binary terms see the logits themselves, so adding a constant to all logits changes the loss. The place weights of
-    the authors' script (powers of 1.02 along a number) are left to the caller: multiply the returned values.
+    The binary terms see the logits themselves, so adding a constant to all logits changes the loss. The place weights
+    of the authors' script (powers of 1.02 along a number) are left to the caller: multiply the returned values.
 
     Args, Raises: as `ntl_was_loss`.
 

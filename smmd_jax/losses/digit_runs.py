@@ -44,7 +44,7 @@ class DigitRuns:
         return jnp.maximum(jax.ops.segment_max(places, self.run, num_segments=length + 1), 0)[self.run]
 
     def mean_over_samples(self, values: Float[Array, "T"], where: Bool[Array, "T"]) -> Float[Array, ""]:
-        """The mean of each sample's own mean over the positions that satisfy a condition; a sample with none gives 0."""
+        """The mean over samples of their means over the positions that satisfy a condition; 0 for one without any."""
         length = self.sample.shape[0]
         count = jax.ops.segment_sum(where.astype(jnp.float32), self.sample, num_segments=length)
         share = 1.0 / jnp.maximum(count, 1.0)[self.sample]
@@ -108,7 +108,7 @@ def check_sequence(name: str, targets: Array) -> None:
 
 
 def over_sequences(function, scores, match, segment_ids):
-    """Apply a function of one sequence over all leading axes: (scores [T, ...], match [T, N], runs) -> tree of scalars."""
+    """Map a function of one sequence over leading axes: (scores [T, ...], match [T, N], runs) -> tree of scalars."""
 
     def of_one(scores, match, segment_ids):
         return function(scores, match, find_digit_runs(match.any(-1), segment_ids))

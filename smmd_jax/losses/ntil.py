@@ -73,8 +73,8 @@ def ntil_loss(
       targets: [..., T] token ids.
       kernel: a `NumericKernel` or `NumericVocab` of exactly the ten digits.
       mask: [..., T] bool; a masked position is no digit and ends a number.
-      segment_ids: [..., T] ints of packed samples, 0 for padding; a number ends where the segment does, and the value is
-        the mean over the row's samples.
+      segment_ids: [..., T] ints of packed samples, 0 for padding; a number ends where the segment does, and the value
+        is the mean over the row's samples.
       key: adds Gumbel noise of scale 0.01 to the digit logits, as the authors do; None is deterministic.
 
     Returns:
@@ -89,7 +89,7 @@ def ntil_loss(
       >>> from smmd_jax import make_numeric_vocab
       >>> vocab = make_numeric_vocab([str(digit) for digit in range(10)])
       >>> logits = 100 * jax.nn.one_hot(jnp.array([1, 3]), 10)                  # says 13
-      >>> round(float(ntil_loss(logits, jnp.array([1, 2]), vocab)), 5)          # for 12: 0.5 + 0.2 / 14 + 0.2 log(14/13)
+      >>> round(float(ntil_loss(logits, jnp.array([1, 2]), vocab)), 5)     # for 12: 0.5 + 0.2 / 14 + 0.2 log(14 / 13)
       0.52911
 
     References:
@@ -158,8 +158,8 @@ def _number_errors(
 ) -> tuple[Float[Array, "T"], Float[Array, "T"]]:
     """Relative error and magnitude error of the number at each digit of its run.
 
-    X = sum_i 10^place_i digit_i leaves float32 at 39 digits, so X and Y are kept as mantissa and power of ten, and their
-    difference is taken digit by digit (8 leading digits as integers): 1000 against 999 loses nothing.
+    X = sum_i 10^place_i digit_i leaves float32 at 39 digits, so X and Y are kept as mantissa and power of ten, and
+    their difference is taken digit by digit (8 leading digits as integers): 1000 against 999 loses nothing.
 
     Args:
       digit: the predicted digits.

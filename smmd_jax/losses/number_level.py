@@ -36,8 +36,8 @@ def number_level_loss(
       0.04
 
     References:
-      Zausinger et al., "Regress, Don't Guess", ICML 2025, arXiv 2411.02083; the number-level form is `NumberLevelLoss` of
-      the authors' package ntloss 0.3.2.
+      Zausinger et al., "Regress, Don't Guess", ICML 2025, arXiv 2411.02083; the number-level form is `NumberLevelLoss`
+      of the authors' package ntloss 0.3.2.
     """
     scores, match = numeric_operands("number_level_loss", logits, targets, kernel, mask)
     check_digits("number_level_loss", kernel)

@@ -1,4 +1,4 @@
-"""SMMD: one quadratic form of the residual p - q over the numeric tokens, with a gradient that needs no second product."""
+"""SMMD: one quadratic form of the residual p - q over the numeric tokens; its gradient needs no second product."""
 
 import functools
 import math
@@ -54,8 +54,8 @@ def smmd_loss(
 
         loss = r^T M r,   r = softmax(logits[V_num]) - onehot(target),   M = K + alpha (D - K)
 
-    Nothing is shifted and nothing is reduced: `targets[t]` is the token that `logits[t]` predicts (see `shift_targets`),
-    and the paper's mean is `mean_from(*sum_and_count(loss, numeric_mask(targets, kernel)))`. The gradient with respect
+    Nothing is shifted or reduced: `targets[t]` is the token that `logits[t]` predicts (see `shift_targets`), and
+    the paper's mean is `mean_from(*sum_and_count(loss, numeric_mask(targets, kernel)))`. The gradient with respect
     to the numeric logits is 2 p (u - <p, u>), u = M r; it is exactly 0 for all other logits, so add cross entropy.
 
     Args:

@@ -15,8 +15,8 @@ class LossSpec:
     """What the rest of the code needs to know of a loss.
 
     Attributes:
-      function: (logits [..., V], targets [...], kernel, *, mask=None) -> [...]; with needs="sequence" the operands end in
-        T, the result has one value per sequence, and `segment_ids` is taken too.
+      function: (logits [..., V], targets [...], kernel, *, mask=None) -> [...]; with needs="sequence" the operands end
+        in T, the result has one value per sequence, and `segment_ids` is taken too.
       needs: "position" or "sequence".
       terms: what `make_numeric_kernel(terms=...)` has to build; None where the loss takes no quadratic form.
       join: how it meets cross entropy: "add": CE + weight * loss; "scale_to_ce": CE + weight * stop_gradient(CE / loss)
