@@ -1,15 +1,22 @@
 """A run that was killed or stopped anywhere goes on as if it never had been: state, losses, examples and records."""
 
+import errno
+import itertools
+import json
 import os
+import shutil
 import signal
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
 from tests import runs
 from tests.runs import HARD, inject, numbers_of, record_examples, rows_of, same_state, state_of, steps_of, train_here
-from train.exits import StoppedError
+from train.checkpoint import Checkpoints
+from train.exits import CheckpointCorruptError, DataError, StoppedError, StorageError, UsageError, WriterLockError
+from train.manifest import write_manifest
 
 EVALUATED = (*HARD, "--eval_every=6")
 
@@ -105,3 +112,141 @@ def test_a_second_signal_ends_a_process_that_is_deep_in_compiled_code():
             assert child.wait(timeout=20) == 143
         finally:
             child.kill()
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def finished(straight, tmp_path):
+    """A copy of the straight run, to go on from."""
+    return Path(shutil.copytree(straight[0], tmp_path / "run"))
+
+
+def test_the_same_command_after_the_end_changes_nothing_and_says_so(finished, data_dir, capsys):
+    before = contents(finished)
+    train_here(finished, data_dir, *EVALUATED)
+    out = capsys.readouterr().out
+    assert "nothing is left to train: all 12 steps are done and saved" in out
+    assert "exact match" in out  # the closing table
+    assert contents(finished) == before
+
+
+def test_fewer_steps_than_are_saved_are_refused(finished, data_dir):
+    before = contents(finished)
+    with pytest.raises(UsageError, match="holds step 12 and --steps=6 asks for fewer"):
+        train_here(finished, data_dir, *EVALUATED, "--steps=6")
+    assert contents(finished) == before
+
+
+@pytest.mark.parametrize(
+    "flag, line",
+    [
+        ("--learning_rate=0.02", "learning_rate: 0.01 -> 0.02"),
+        ("--loss=ce", 'loss: "smmd" -> "ce"'),
+        ("--dropout=0", "dropout: 0.1 -> 0.0"),
+        ("--seed=1", "seed: 0 -> 1"),
+        ("--sigma=1", "sigma: [2.0] -> [1.0]"),
+    ],
+)
+def test_another_config_in_the_same_folder_is_refused_with_a_diff(flag, line, finished, data_dir):
+    before = contents(finished)
+    with pytest.raises(UsageError, match="another config") as refused:
+        train_here(finished, data_dir, *EVALUATED, "--steps=16", flag)
+    assert line in str(refused.value) and refused.value.exit_code == 2
+    assert contents(finished) == before
+
+
+def test_more_steps_and_another_rhythm_go_on_from_the_end(data_dir, tmp_path):
+    """With a schedule that does not depend on the number of steps, 8 + 4 steps are 12."""
+    flags = (*HARD, "--schedule=constant", "--warmup_steps=2")
+    train_here(tmp_path / "run", data_dir, *flags, "--steps=8")
+    train_here(tmp_path / "run", data_dir, *flags, "--steps=12", "--log_every=3", "--checkpoint_every=0")
+    train_here(tmp_path / "long", data_dir, *flags, "--eval_every=8")
+    assert same_state(state_of(tmp_path / "run", data_dir, *flags), state_of(tmp_path / "long", data_dir, *flags))
+    by_step = {row["step"]: row for row in numbers_of(tmp_path / "long")}
+    rows = numbers_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == [*range(1, 9), 9, 12]
+    assert all(row == by_step[row["step"]] for row in rows)
+    assert rows_of(tmp_path / "run", "eval.jsonl") == rows_of(tmp_path / "long", "eval.jsonl")
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (config["steps"], config["log_every"]) == (12, 3)
+
+
+def test_an_evaluation_asked_for_later_is_made_up_for(finished, data_dir):
+    train_here(finished, data_dir, *EVALUATED, "--eval_split=longer")
+    assert [(row["step"], row["split"]) for row in rows_of(finished, "eval.jsonl")] == [
+        (6, "interpolate"), (12, "interpolate"), (12, "longer"),
+    ]  # fmt: skip
+    assert rows_of(finished, "predictions/12.jsonl")[0]["key"].startswith("longer-")
+
+
+def test_other_data_are_refused_unless_allowed_and_then_recorded(finished, data_dir, monkeypatch, capsys):
+    runs.shrink(monkeypatch.setitem, sizes={**runs.SIZES, "train": 85})
+    before = contents(finished)
+    with pytest.raises(DataError, match="not those this run was started with") as refused:
+        train_here(finished, data_dir, *EVALUATED, "--steps=14")
+    assert refused.value.exit_code == 3 and "source: " in str(refused.value)
+    assert contents(finished) == before
+    train_here(finished, data_dir, *EVALUATED, "--steps=14", "--allow_data_change")
+    assert "note: the data changed: source: " in capsys.readouterr().out
+    assert [row["step"] for row in rows_of(finished)] == list(range(1, 15))
+
+
+def test_a_second_writer_is_refused_and_changes_nothing(finished, data_dir):
+    with Checkpoints(finished / "checkpoints"):
+        before = contents(finished)
+        with pytest.raises(WriterLockError, match=f"process {os.getpid()} .* writes to") as refused:
+            train_here(finished, data_dir, *EVALUATED, "--steps=14", "--log_every=2")
+        assert refused.value.exit_code == 8
+        assert contents(finished) == before
+
+
+@pytest.mark.parametrize("count, safe", [(1, None), (2, 4)])
+def test_a_failed_background_save_ends_the_run_and_leaves_the_last_good_step(
+    count, safe, straight, data_dir, tmp_path, monkeypatch
+):
+    """The disk is full while a save goes on in its thread: the loop must not train on as if it were saved."""
+    calls = itertools.count(1)
+
+    def full(*args, **kwargs):
+        if next(calls) == count:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_manifest(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.checkpoint.write_manifest", full)
+        with pytest.raises(StorageError, match=f"step {4 * count} was not saved .*No space left on device") as failed:
+            train_here(tmp_path / "run", data_dir, *EVALUATED)
+    assert failed.value.exit_code == 5
+    assert steps_of(tmp_path / "run") == ([] if safe is None else [safe])
+    train_here(tmp_path / "run", data_dir, *EVALUATED)
+    assert_same_run(tmp_path / "run", straight, data_dir)
+
+
+def test_a_save_that_fails_after_a_stop_signal_is_no_verified_save(data_dir, tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("train.checkpoint.write_manifest", full)
+    inject("SIGTERM@batch:2", monkeypatch.setattr)
+    with pytest.raises(StorageError, match="step 2 was not saved"):
+        train_here(tmp_path / "run", data_dir, *EVALUATED)
+
+
+def test_a_damaged_newest_step_is_passed_over_aloud_and_the_run_is_the_same(finished, straight, data_dir, capsys):
+    next(path for path in (finished / "checkpoints" / "12").rglob("d/*") if path.is_file()).write_bytes(b"")
+    train_here(finished, data_dir, *EVALUATED)
+    out = capsys.readouterr().out
+    assert "note: step 12 was passed over: " in out and "resumed from step 8" in out
+    assert_same_run(finished, straight, data_dir)
+
+
+def test_without_a_usable_step_the_run_does_not_start_again_by_itself(finished, data_dir):
+    for step in steps_of(finished):
+        (finished / "checkpoints" / str(step) / "manifest.json").unlink()
+    before = contents(finished)
+    with pytest.raises(CheckpointCorruptError) as refused:
+        train_here(finished, data_dir, *EVALUATED)
+    assert refused.value.exit_code == 4 and contents(finished) == before

@@ -52,16 +52,21 @@ def train(config: TrainConfig, argv: Sequence[str]) -> None:
     if config.dry_run:
         print(show_examples(run), describe_step(run), sep="\n\n", flush=True)
         return
-    save_config(config)
-    write_environment(config.workdir, argv)
-    run.tokenizer.save(config.workdir)
     folder = Path(config.workdir)
     with (
         StopSignals() as stop,
         Checkpoints(folder / "checkpoints", keep=config.keep_checkpoints) as checkpoints,
     ):
+        # Once more, now that nobody else can write here: another process may have begun a run meanwhile.
+        check_run_folder(config)
         state, saved = _first_state(run, checkpoints)
         start = saved or 0
+        if start < config.steps:
+            save_config(config)
+            write_environment(config.workdir, argv)
+            run.tokenizer.save(config.workdir)
+        else:
+            print(f"nothing is left to train: all {config.steps} steps are done and saved", flush=True)
         resume_step = start if start > 0 else None
         drop_later_predictions(folder, resume_step)
         with contextlib.ExitStack() as stack:
@@ -252,6 +257,11 @@ def _first_state(run: Run, checkpoints: Checkpoints) -> tuple[TrainState, int | 
         return run.make_state(), None
     for reason in restored.skipped:
         print(f"note: {reason}", flush=True)
+    if restored.step > run.config.steps:
+        raise UsageError(
+            f"{run.config.workdir} holds step {restored.step} and --steps={run.config.steps} asks for fewer: give at "
+            f"least {restored.step}, or another --workdir to start a new run."
+        )
     changes = check_fingerprint(
         restored.data["fingerprint"], run.batches.fingerprint, allow_change=run.config.allow_data_change
     )
