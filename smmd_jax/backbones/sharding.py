@@ -66,9 +66,10 @@ def parameter_shardings(
     Example:
         >>> import jax
         >>> mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(AxisType.Auto,))
-        >>> parameters = {"norm": {"weight": jax.ShapeDtypeStruct((8,), "float32")}}
-        >>> parameter_shardings(parameters, mesh)["norm"]["weight"].spec
-        PartitionSpec(None,)
+        >>> parameters = {"embed_tokens": {"embedding": jax.ShapeDtypeStruct((8, 4), "float32")}}
+        >>> spec = parameter_shardings(parameters, mesh)["embed_tokens"]["embedding"].spec
+        >>> spec == PartitionSpec(None, "fsdp")
+        True
     """
     if any(kind != AxisType.Auto for kind in mesh.axis_types):
         raise ValueError(
