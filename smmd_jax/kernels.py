@@ -17,10 +17,12 @@ from jaxtyping import Array, Float, Float64, Int, Real
 from smmd_jax.numeric_vocab import NumericVocab
 
 Gram = Float64[np.ndarray, "N N"]
+Values = Real[Any, "N"] | Sequence[float]
+Matrix = Real[Any, "N N"] | Sequence[Sequence[float]]
 Sigma = float | Sequence[float]
 
 
-def rbf_kernel(values: Real[Any, "N"], sigma: Sigma = 2.0, *, rescale: float | None = None) -> Gram:
+def rbf_kernel(values: Values, sigma: Sigma = 2.0, *, rescale: float | None = None) -> Gram:
     """Build the Gaussian kernel over token values.
 
         K_ij = mean over sigma of exp(-d_ij^2 / (2 sigma^2)),   d_ij = |v_i - v_j|
@@ -52,7 +54,7 @@ def rbf_kernel(values: Real[Any, "N"], sigma: Sigma = 2.0, *, rescale: float | N
     return np.mean([np.exp(-0.5 * (distance / s) ** 2) for s in sigmas], axis=0)
 
 
-def laplace_kernel(values: Real[Any, "N"], sigma: Sigma = 2.0, *, rescale: float | None = None) -> Gram:
+def laplace_kernel(values: Values, sigma: Sigma = 2.0, *, rescale: float | None = None) -> Gram:
     """Build the Laplace kernel over token values.
 
         K_ij = mean over sigma of exp(-d_ij / sigma),   d_ij = |v_i - v_j|
@@ -72,7 +74,7 @@ def laplace_kernel(values: Real[Any, "N"], sigma: Sigma = 2.0, *, rescale: float
     return np.mean([np.exp(-distance / s) for s in sigmas], axis=0)
 
 
-def shuffled_kernel(values: Real[Any, "N"], sigma: Sigma = 2.0, *, seed: int = 0) -> Gram:
+def shuffled_kernel(values: Values, sigma: Sigma = 2.0, *, seed: int = 0) -> Gram:
     """Build the Gaussian kernel of a random permutation of the values: same spectrum, no numeric meaning.
 
         K_ij = k(v_perm(i), v_perm(j)),   k the kernel of `rbf_kernel`, perm drawn from `numpy.random.default_rng(seed)`
@@ -98,7 +100,7 @@ def shuffled_kernel(values: Real[Any, "N"], sigma: Sigma = 2.0, *, seed: int = 0
     return rbf_kernel(np.random.default_rng(_checked_seed(seed)).permutation(checked), sigma)
 
 
-def random_kernel(values: Real[Any, "N"], *, seed: int = 0, features: int = 4, power: int = 4) -> Gram:
+def random_kernel(values: Values, *, seed: int = 0, features: int = 4, power: int = 4) -> Gram:
     """Build a kernel that ignores the values: an element-wise power of the Gram matrix of random signs.
 
         K_ij = (z_i . z_j)^power,   z_i in {-1, +1}^features / sqrt(features)
@@ -139,7 +141,7 @@ KERNELS: dict[str, Callable[..., Gram]] = {
 }
 
 
-def graph_laplacian(gram: Real[Any, "N N"]) -> Gram:
+def graph_laplacian(gram: Matrix) -> Gram:
     """Build the Laplacian of the graph whose edge weights are a kernel.
 
         Lap = D - K,   D = diag(row sums of K, diagonal included)
@@ -162,7 +164,7 @@ def graph_laplacian(gram: Real[Any, "N N"]) -> Gram:
     return np.diag(gram.sum(1)) - gram
 
 
-def default_alpha(gram: Real[Any, "N N"]) -> float:
+def default_alpha(gram: Matrix) -> float:
     """Give the weight of the smoothness term that the paper derives from the mean degree.
 
         alpha = 1 / (2 mean_i D_ii),   D_ii = sum_j K_ij with the diagonal
@@ -203,10 +205,11 @@ class NumericKernel:
       form: [N, N] float32, the matrix M of the loss r^T M r.
     """
 
-    vocab: NumericVocab
-    gram: Float[Array, "N N"]
-    alpha: Float[Array, ""]
-    form: Float[Array, "N N"]
+    # Any: inside jax a leaf may be a shape, a sharding or a batch, and a type checker at run time would refuse those.
+    vocab: NumericVocab | Any
+    gram: Float[Array, "N N"] | Any
+    alpha: Float[Array, ""] | Any
+    form: Float[Array, "N N"] | Any
 
     @property
     def token_ids(self) -> Int[Array, "N"]:

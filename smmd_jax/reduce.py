@@ -35,7 +35,9 @@ def sum_and_count(
     return total, jnp.sum(mask, dtype=jnp.int32)
 
 
-def mean_from(sum: Num[Array, "*batch"], count: Num[Array, "*batch"]) -> Float[Array, "*batch"]:
+def mean_from(
+    sum: Num[Array, "*batch"] | float, count: Num[Array, "*batch"] | float
+) -> Float[Array, "*batch"]:
     """Divide a sum by its count; the mean over nothing is 0, with zero gradient.
 
         mean = sum / count if count > 0 else 0
