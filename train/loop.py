@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
+import numpy as np
 
 from train.assembly import Run, assemble
 from train.checkpoint import Checkpoints, check_fingerprint
-from train.config import TrainConfig, check_run_folder, save_config
+from train.config import TrainConfig, check_run_folder, differences, save_config
 from train.environment import write_environment
 from train.exits import NonFiniteError, StoppedError, StopSignals, UsageError
 from train.log import (
@@ -25,7 +26,7 @@ from train.log import (
     write_jsonl,
 )
 from train.preview import describe_step, header, show_examples
-from train.progress import Progress
+from train.progress import Progress, format_seconds
 from train.prompts import PromptBatch, make_prompt_batches
 from train.report import closing_table, newest_predictions, sample_predictions, write_plots
 from train.scoring import answer_prompts, grade_answers
@@ -79,9 +80,11 @@ def train(config: TrainConfig, argv: Sequence[str]) -> None:
                 records.tensorboard = TensorBoardWriter(folder / "tensorboard", resume_step=resume_step)
                 stack.callback(records.tensorboard.close)
             _Loop(run, checkpoints, records, stop, saved).go(state, start)
+            seconds = {"steps": records.progress.seconds, **records.progress.paused_seconds}
     write_plots(folder)
     print(sample_predictions(newest_predictions(folder)), flush=True)
     print(closing_table(read_jsonl(folder / METRICS), read_jsonl(folder / EVALS)), flush=True)
+    print("time of this start: " + ", ".join(f"{name} {format_seconds(s)}" for name, s in seconds.items()), flush=True)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -104,6 +107,7 @@ class _InFlight:
     step: int
     metrics: dict[str, jax.Array]
     epoch: float
+    examples: np.ndarray
 
 
 class _Loop:
@@ -139,7 +143,9 @@ class _Loop:
             position = self.run.batches.get_state()
             state, metrics = compiled(state, batch, self.run.kernel)
             self._finish()
-            self._in_flight = _InFlight(step=step, metrics=metrics, epoch=self.run.batches.epoch)
+            self._in_flight = _InFlight(
+                step=step, metrics=metrics, epoch=self.run.batches.epoch, examples=self.run.batches.examples
+            )
             if self._is_last(step) or self._is_due(step):
                 self._finish()
                 if self._is_last(step) or self._every(self.config.checkpoint_every, step):
@@ -185,12 +191,15 @@ class _Loop:
             "compile_seconds": progress.paused_seconds.get("compile"),
             "epoch": flight.epoch,
         }
+        if not is_finite:
+            row["examples"] = np.unique(flight.examples[flight.examples >= 0]).tolist()
         self.records.write(self.records.metrics, row, "train")
         if not is_finite:
             raise NonFiniteError(
                 f"the loss or the gradient of step {step} is not finite (loss {values['loss']}, gradient norm "
-                f"{values['grad_norm']}); the step was not applied. A smaller --learning_rate or --loss_weight, or "
-                "--clip_norm, may help; the same command resumes from the newest checkpoint."
+                f"{values['grad_norm']}); the step was not applied, and its examples stand in {METRICS}. Start a run "
+                "with a smaller --learning_rate or --loss_weight, or with --clip_norm, in another --workdir; the same "
+                "command resumes from the newest checkpoint."
             )
         shown = {name: row[name] for name in ("loss", "ce", "numeric") if row[name] is not None}
         progress.show(shown)
@@ -234,7 +243,11 @@ class _Loop:
         if self._saved == step:
             return
         with self.records.progress.pause("checkpoint"):
-            data = {"position": position, "fingerprint": self.run.batches.fingerprint}
+            data = {
+                "position": position,
+                "fingerprint": self.run.batches.fingerprint,
+                "circumstances": _circumstances(self.run),
+            }
             self.checkpoints.save(step, state, data, must_be_finite=state.parameters)
         self._saved = step
 
@@ -268,8 +281,22 @@ def _first_state(run: Run, checkpoints: Checkpoints) -> tuple[TrainState, int | 
     for line in changes:
         print(f"note: the data changed: {line}", flush=True)
     run.batches.set_state(restored.data["position"], allow_change=bool(changes))
+    for line in differences(restored.data["circumstances"], _circumstances(run)):
+        print(f"note: {line}: the run goes on from the same state, but not bitwise as it would have", flush=True)
     print(f"resumed from step {restored.step}", flush=True)
     return restored.state, restored.step
+
+
+def _circumstances(run: Run) -> dict[str, Any]:
+    """What a resumed run may change, but not without changing rounding or the learning rate."""
+    circumstances = {
+        "jax": jax.__version__,
+        "platform": jax.default_backend(),
+        "devices": {axis: size for axis, size in run.mesh.shape.items() if size > 1},
+    }
+    if run.config.schedule == "constant":
+        return circumstances
+    return {**circumstances, "steps of the schedule": run.config.steps}
 
 
 def _check_platform(config: TrainConfig) -> None:
