@@ -6,8 +6,10 @@ is `python -m train.main --task=arith --steps=12` with the tiny model and data o
 begins its second evaluation, and that writes down which examples it trains on; `-` leaves either out.
 """
 
+import contextlib
 import dataclasses
 import functools
+import io
 import itertools
 import json
 import os
@@ -107,6 +109,14 @@ def train_here(workdir, data_dir, *flags):
     """Call the loop in this process, on one of its devices unless --mesh says otherwise."""
     argv = ["main", *FLAGS, f"--workdir={workdir}", f"--data_dir={data_dir}", *flags]
     train.loop.train(parse_command_line(argv, tables=TABLES), argv)
+
+
+def captured(function, *args):
+    """Call a function; returns what it wrote to stdout and stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        function(*args)
+    return out.getvalue(), err.getvalue()
 
 
 def environment(*, devices=1, **variables):

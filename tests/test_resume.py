@@ -68,13 +68,18 @@ def test_the_straight_run_is_a_hard_one(straight):
 @pytest.mark.parametrize(
     "fault, saved",
     [
-        ("SIGTERM@compile", 0),
-        ("SIGTERM@batch:1", 1),
         ("SIGTERM@batch:3", 3),
-        ("SIGINT@batch:8", 8),
-        ("SIGTERM@save begun:1", 4),
         ("SIGTERM@evaluate:1", 6),
-        ("SIGTERM@evaluate:2", 12),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("SIGTERM@compile", 0),
+                ("SIGTERM@batch:1", 1),
+                ("SIGINT@batch:8", 8),
+                ("SIGTERM@save begun:1", 4),
+                ("SIGTERM@evaluate:2", 12),
+            )
+        ),
     ],
 )
 def test_a_stop_signal_saves_and_the_same_command_goes_on_bitwise(fault, saved, straight, data_dir, tmp_path):
@@ -158,6 +163,7 @@ def test_another_config_in_the_same_folder_is_refused_with_a_diff(flag, line, fi
     assert contents(finished) == before
 
 
+@pytest.mark.slow
 def test_more_steps_and_another_rhythm_go_on_from_the_end(data_dir, tmp_path):
     """With a schedule that does not depend on the number of steps, 8 + 4 steps are 12."""
     flags = (*HARD, "--schedule=constant", "--warmup_steps=2")
@@ -189,9 +195,18 @@ def test_other_data_are_refused_unless_allowed_and_then_recorded(finished, data_
         train_here(finished, data_dir, *EVALUATED, "--steps=14")
     assert refused.value.exit_code == 3 and "source: " in str(refused.value)
     assert contents(finished) == before
+    train_here(finished, data_dir, *EVALUATED, "--allow_data_change")
+    out = capsys.readouterr().out
+    assert "note: the data changed: source: " in out and "nothing is left to train" in out
+
+
+@pytest.mark.slow
+def test_allowed_other_data_go_on_and_are_those_of_the_next_start(finished, data_dir, monkeypatch, capsys):
+    runs.shrink(monkeypatch.setitem, sizes={**runs.SIZES, "train": 85})
     train_here(finished, data_dir, *EVALUATED, "--steps=14", "--allow_data_change")
-    assert "note: the data changed: source: " in capsys.readouterr().out
     assert [row["step"] for row in rows_of(finished)] == list(range(1, 15))
+    train_here(finished, data_dir, *EVALUATED, "--steps=14")
+    assert "nothing is left to train" in capsys.readouterr().out
 
 
 def test_a_second_writer_is_refused_and_changes_nothing(finished, data_dir):
@@ -203,7 +218,7 @@ def test_a_second_writer_is_refused_and_changes_nothing(finished, data_dir):
         assert contents(finished) == before
 
 
-@pytest.mark.parametrize("count, safe", [(1, None), (2, 4)])
+@pytest.mark.parametrize("count, safe", [pytest.param(1, None, marks=pytest.mark.slow), (2, 4)])
 def test_a_failed_background_save_ends_the_run_and_leaves_the_last_good_step(
     count, safe, straight, data_dir, tmp_path, monkeypatch
 ):

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,15 +12,17 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from smmd_jax import NumericKernel, NumericVocab, make_numeric_kernel, numeric_vocab_from_tokenizer
-from smmd_jax.backbones import PRESETS, Decoder
+from smmd_jax.backbones import PRESETS, Decoder, DecoderConfig
 from smmd_jax.backbones.sharding import parameter_shardings
 from train.config import TrainConfig, parse_mesh
 from train.data import Batch, Batches, make_batches
 from train.encode import Statistics
-from train.exits import UsageError
+from train.exits import DataError, UsageError
 from train.objective import Objective, make_objective
 from train.optimizer import Schedule, make_optimizer, make_schedule
 from train.partition import batch_sharding, check_batch_size, make_mesh, optimizer_shardings, replicated
+from train.prompts import PromptBatch, make_prompt_batches
+from train.scoring import MAX_NEW_TOKENS
 from train.step import Step, TrainState, init_state, make_step
 from train.tasks import TASKS, Source, Task
 from train.tasks.arith import default_data_dir
@@ -35,6 +37,7 @@ class Run:
       state_like: `TrainState` of ShapeDtypeStruct with shardings: what is restored into.
       make_state: () -> a fresh `TrainState`, born sharded.
       step: jitted, the state donated.
+      prompts: of the evaluation; encoded before training, so that what cannot be evaluated is refused first.
       notes: sentences for the header.
     """
 
@@ -51,6 +54,7 @@ class Run:
     step: Step
     batches: Batches
     statistics: Statistics
+    prompts: Sequence[PromptBatch]
     notes: tuple[str, ...]
 
     @property
@@ -103,11 +107,20 @@ def assemble(config: TrainConfig) -> Run:
         max_length=config.max_length,
         seed=config.seed,
         vocab_size=model_config.vocab_size,
+        max_dropped_fraction=config.max_dropped_fraction,
         cache_dir=config.data_dir or default_data_dir(),
     )
+    prompts = _prompts(task, tokenizer, model_config, config)
     vocab = numeric_vocab_from_tokenizer(
         tokenizer.backend, policy=config.numeric_policy, vocab_size=model_config.vocab_size
     )
+    statistics = batches.encoded.statistics(np.asarray(vocab.token_ids))
+    if not (statistics.numeric_tokens or objective.is_plain):
+        raise DataError(
+            f"none of the {statistics.supervised_tokens:,} supervised tokens of split {task.train_split} is a number "
+            f"(numeric_policy={config.numeric_policy}), so loss={config.loss} would learn nothing from them: choose "
+            "another --numeric_policy, or --loss=ce."
+        )
     with _usage_errors():
         kernel = jax.device_put(_kernel(objective, vocab, config), replicated(mesh))
         schedule = make_schedule(
@@ -160,15 +173,35 @@ def assemble(config: TrainConfig) -> Run:
         make_state=jax.jit(make_state, out_shardings=state_shardings),
         step=jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, everywhere)),
         batches=batches,
-        statistics=batches.encoded.statistics(np.asarray(vocab.token_ids)),
+        statistics=statistics,
+        prompts=prompts,
         notes=_unused_flags(objective, config),
     )
 
 
-def _tiny(config: TrainConfig) -> tuple[Tokenizer, Any]:
+def _tiny(config: TrainConfig) -> tuple[Tokenizer, DecoderConfig]:
     tokenizer = make_task_tokenizer()
     preset = PRESETS[config.backbone]
     return tokenizer, dataclasses.replace(preset, vocab_size=tokenizer.vocab_size, dropout=config.dropout)
+
+
+def _prompts(
+    task: Task, tokenizer: Tokenizer, model_config: DecoderConfig, config: TrainConfig
+) -> Sequence[PromptBatch]:
+    split = config.eval_split or task.eval_split
+    source = task.make_source(split, data_dir=config.data_dir or None, **_variant(config))
+    if config.eval_examples > len(source):
+        raise UsageError(
+            f"eval_examples={config.eval_examples:,}: split {split} has {len(source):,} examples; ask for fewer, or "
+            "for all with 0."
+        )
+    return make_prompt_batches(
+        source,
+        tokenizer,
+        batch_size=config.eval_batch_size,
+        examples=config.eval_examples or len(source),
+        max_length=model_config.max_positions - MAX_NEW_TOKENS,
+    )
 
 
 def _kernel(objective: Objective, vocab: NumericVocab, config: TrainConfig) -> NumericKernel | NumericVocab:

@@ -37,6 +37,13 @@ class TrainConfig:
     backbone: str = flag_field("Model to train", "tiny")
     dropout: float = flag_field("Share of activations dropped in training", 0.0, at_least=0, below=1)
     max_length: int = flag_field("Tokens in a packed row; longer examples are refused, never cut", 256, at_least=2)
+    max_dropped_fraction: float = flag_field(
+        "Share of the training examples that may be longer than a row and are left out; 0: none",
+        0.01,
+        at_least=0,
+        below=1,
+        resumable=True,
+    )
 
     loss: str = flag_field("Numeric loss that joins the cross-entropy", "smmd", other_form=_FUNCTION_FORM)
     loss_weight: float | None = flag_field("Weight of the numeric loss; none: the loss's own default", None, at_least=0)

@@ -27,13 +27,10 @@ from train.log import (
 )
 from train.preview import describe_step, header, show_examples
 from train.progress import Progress, format_seconds
-from train.prompts import PromptBatch, make_prompt_batches
+from train.prompts import PromptBatch
 from train.report import closing_table, newest_predictions, sample_predictions, write_plots
-from train.scoring import answer_prompts, grade_answers
+from train.scoring import MAX_NEW_TOKENS, answer_prompts, grade_answers
 from train.step import TrainState
-
-# Longer than any answer of a task's own; an answer that does not end is cut there and graded as it stands.
-_MAX_NEW_TOKENS = 32
 
 
 def train(config: TrainConfig, argv: Sequence[str]) -> None:
@@ -123,7 +120,6 @@ class _Loop:
         self.tokens_per_step = self.config.batch_size * self.config.max_length
         self._saved = saved
         self._in_flight: _InFlight | None = None
-        self._prompts: list[PromptBatch] | None = None
         self._input_wait = 0.0
 
     def go(self, state: TrainState, start: int) -> None:
@@ -210,15 +206,9 @@ class _Loop:
         if not due or self.records.evals.has(step=step, split=split):
             return
         with self.records.progress.pause("evaluate"):
-            if self._prompts is None:
-                source = self.run.source(split)
-                examples = min(self.config.eval_examples or len(source), len(source))
-                self._prompts = make_prompt_batches(
-                    source, self.run.tokenizer, batch_size=self.config.eval_batch_size, examples=examples
-                )
-            prompts = self._until_stopped(self._prompts, state, step, position)
+            prompts = self._until_stopped(state, step, position)
             answers = answer_prompts(
-                self.run.model(state.parameters), self.run.tokenizer, prompts, max_new_tokens=_MAX_NEW_TOKENS
+                self.run.model(state.parameters), self.run.tokenizer, prompts, max_new_tokens=MAX_NEW_TOKENS
             )
             scored = grade_answers(answers, self.run.task.grader)
             write_jsonl(Path(self.config.workdir) / PREDICTIONS / f"{step}.jsonl", scored.predictions)
@@ -230,11 +220,9 @@ class _Loop:
             f"{scored.metrics.n} examples"
         )
 
-    def _until_stopped(
-        self, prompts: list[PromptBatch], state: TrainState, step: int, position: dict[str, Any]
-    ) -> Iterator[PromptBatch]:
+    def _until_stopped(self, state: TrainState, step: int, position: dict[str, Any]) -> Iterator[PromptBatch]:
         """Yield the prompts, and end the run between two batches of them: an evaluation may outlast a grace period."""
-        for batch in prompts:
+        for batch in self.run.prompts:
             if self.stop.received is not None:
                 self._stop(state, step, position)
             yield batch

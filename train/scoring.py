@@ -1,7 +1,7 @@
 """Evaluation by generating: answers to the prompts of a split, graded one by one."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,9 @@ from train.graders import GRADERS, Grade
 from train.metrics import Metrics, score
 from train.prompts import PromptBatch
 from train.tokenizer import Tokenizer
+
+# Longer than any answer of a task's own; an answer that does not end is cut there and graded as it stands.
+MAX_NEW_TOKENS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Scored:
 
 
 def answer_prompts(
-    model: Any, tokenizer: Tokenizer, batches: Sequence[PromptBatch], *, max_new_tokens: int
+    model: Any, tokenizer: Tokenizer, batches: Iterable[PromptBatch], *, max_new_tokens: int
 ) -> list[tuple[Any, str]]:
     """Generate greedily for every prompt; returns (example, text up to the end of the sequence).
 
