@@ -1,0 +1,123 @@
+"""`python -m benchmarks.report`: write the tables of README.md and docs/results.md from the JSON under docs/results.
+
+A page holds `<!-- results: NAME -->` ... `<!-- end of results -->`; what stands between is replaced. `NAME` is a row of
+`BLOCKS`. Which JSON is what is seen from its keys: a comparison has `cells` (`compare.json` of `train.compare`), a
+benchmark has `rows`.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from train.aggregate import summary_rows, to_markdown
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "results"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
+
+_BLOCK = re.compile(r"(<!-- results: (?P<name>[a-z-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
+_SHORT_COLUMNS = ("loss", "seeds", "accuracy, %", "MAE", "minutes")
+
+Result = Mapping[str, Any]
+
+
+def read_results(folder: Path = RESULTS) -> dict[str, Result]:
+    """Read every JSON file of the folder, by name and without its ending."""
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+
+
+def comparisons(results: Mapping[str, Result]) -> str:
+    """Every comparison in full."""
+    parts = [f"### {name}\n\n{to_markdown(result)}" for name, result in results.items() if "cells" in result]
+    return "\n".join(parts) or "No comparison is committed yet.\n"
+
+
+def summary(results: Mapping[str, Result]) -> str:
+    """One row a loss, with the command that gives it."""
+    rows = []
+    for result in results.values():
+        if "cells" not in result:
+            continue
+        heads = ["loss", "seeds", "accuracy, %", "MAE", "median error", "R2", "no number", "minutes"]
+        for row in summary_rows(result):
+            shown = dict(zip(heads, row, strict=True))
+            command = next(cell["command"] for cell in result["cells"] if cell["loss"] == shown["loss"])
+            command = re.sub(r" --(seed|workdir)=\S+", "", command)
+            rows.append([result["task"], *(shown[column] for column in _SHORT_COLUMNS), f"`{command}`"])
+    if not rows:
+        return "No result is committed yet.\n"
+    return table(["task", *_SHORT_COLUMNS, "command, with `--seed=0`, 1, ..."], rows)
+
+
+def benchmarks(results: Mapping[str, Result]) -> str:
+    """Every benchmark: its rows, command and machine."""
+    parts = []
+    for name, result in results.items():
+        if "rows" not in result:
+            continue
+        heads = list(dict.fromkeys(key for row in result["rows"] for key in row))
+        rows = [[_cell(row.get(head)) for head in heads] for row in result["rows"]]
+        facts = "".join(f"\n{key.capitalize()}: {_cell(result[key])}\n" for key in ("command", "machine", "versions")
+                        if key in result)  # fmt: skip
+        parts.append(f"### {name}\n\n{table(heads, rows)}{facts}")
+    return "\n".join(parts) or "No benchmark is committed yet.\n"
+
+
+BLOCKS: dict[str, Callable[[Mapping[str, Result]], str]] = {
+    "comparisons": comparisons,
+    "summary": summary,
+    "benchmarks": benchmarks,
+}
+
+
+def render(text: str, results: Mapping[str, Result]) -> str:
+    """Return a page with every block of results written anew.
+
+    Raises:
+      ValueError: a block of an unknown name, or a page without any block.
+
+    Example:
+      >>> print(render("<!-- results: summary -->\\nold\\n<!-- end of results -->", {}))
+      <!-- results: summary -->
+      <BLANKLINE>
+      No result is committed yet.
+      <BLANKLINE>
+      <!-- end of results -->
+    """
+    if not _BLOCK.search(text):
+        raise ValueError("this page has no <!-- results: NAME --> ... <!-- end of results --> block.")
+
+    def block(match: re.Match[str]) -> str:
+        if match["name"] not in BLOCKS:
+            raise ValueError(f"unknown block of results {match['name']!r}; known: {', '.join(BLOCKS)}.")
+        return f"{match[1]}\n{BLOCKS[match['name']](results)}\n{match[3]}"
+
+    return _BLOCK.sub(block, text)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    ruler = ["---"] + ["---:"] * (len(head) - 1)
+    return "".join(f"| {' | '.join(row)} |\n" for row in (head, ruler, *rows))
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_cell(part)}" for key, part in value.items() if part is not None)
+    return str(value).replace("|", "\\|")
+
+
+def main() -> None:
+    results = read_results()
+    for page in PAGES:
+        page.write_text(render(page.read_text(encoding="utf-8"), results), encoding="utf-8")
+        print(f"wrote {page.relative_to(ROOT)} from {len(results)} files of {RESULTS.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
