@@ -124,9 +124,9 @@ for axes, title in zip(panels, ("mmd", "smmd = mmd + alpha smoothness"), strict=
 # %% [markdown]
 # ## The gradient
 #
-# At a uniform prediction for the target 3, SMMD raises the logit of 3 and, a little, those of its neighbours, and lowers
-# the far ones. Cross entropy raises 3 alone and lowers all others alike. Logits of text get exactly zero from SMMD: it
-# needs cross entropy beside it.
+# At a uniform prediction for the target 3, SMMD raises the logit of 3 and, a little, those of its neighbours, and
+# lowers the far ones. Cross entropy raises 3 alone and lowers all others alike. Logits of text get exactly zero from
+# SMMD: it needs cross entropy beside it.
 
 # %%
 uniform, three = jnp.zeros(12), jnp.array(3)
