@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from absl import flags
 
+from train.environment import redact
 from train.exits import UsageError
 
 Config = TypeVar("Config")
@@ -53,9 +54,13 @@ def parse_flags(cls: type, argv: Sequence[str], *, tables: Tables, usage: str) -
         usage: the first line of `--help`.
 
     Raises:
-        UsageError: unknown flag (with the nearest known one), unreadable value, positional argument.
+        UsageError: unknown flag (with the nearest known one), unreadable value, positional argument, an access token.
         SystemExit: with code 0, after `--help`.
     """
+    for argument in argv[1:]:
+        # Values are written to files as they stand; no flag takes a secret.
+        if redact(argument) != argument:
+            raise UsageError(f"{redact(argument)}: this looks like an access token or password, and no flag takes one.")
     kinds = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     # A set of its own: absl's global one also holds the flags of every imported library.
