@@ -193,6 +193,10 @@ def run_guarded(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]
         SystemExit: always, but for the hard exit.
     """
     debug = _debug_asked(argv)
+    # A terminal that cannot show a sign of a prompt must not end a run.
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     if not debug:
         _quiet_libraries()
     try:
