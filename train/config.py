@@ -250,11 +250,13 @@ def check_run_folder(config: TrainConfig) -> bool:
         UsageError: it holds a run of another config; the message lists what differs.
     """
     path = Path(config.workdir) / "config.json"
-    if not path.exists():
-        return False
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        if not isinstance(saved, dict):
+            raise ValueError(f"a {type(saved).__name__}, not an object")
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (ValueError, OSError) as error:
         raise UsageError(f"{path} is not readable ({error}): choose another --workdir.") from error
     lines = resume_differences(saved, config)
     if lines:

@@ -288,7 +288,10 @@ def _circumstances(run: Run) -> dict[str, Any]:
 
 
 def _check_platform(config: TrainConfig) -> None:
-    found = jax.default_backend()
+    try:
+        found = jax.default_backend()
+    except RuntimeError as error:  # JAX_PLATFORMS names one that is not here
+        raise UsageError(f"jax finds no devices: {error}") from error
     if config.platform and config.platform != found:
         raise UsageError(
             f"--platform={config.platform} was asked for and jax runs on {found}: install the extra for it (tpu, "
