@@ -14,7 +14,7 @@ from tests.runs import HARD, numbers_of, rows_of, state_of, steps_of, train_here
 from train.assembly import assemble
 from train.config import parse_command_line
 from train.data import Batches
-from train.exits import DataError, NonFiniteError, UsageError
+from train.exits import DataError, NonFiniteError, StorageError, UsageError
 from train.main import TABLES
 from train.optimizer import OPTIMIZERS, SCHEDULES
 from train.preview import header
@@ -170,6 +170,10 @@ def squared_distance(logits, targets, kernel, *, mask):
     return jnp.where(is_target.any(-1) & mask, (expected - value) ** 2, 0.0)
 
 
+def mean_distance(logits, targets, kernel, *, mask):
+    return jnp.mean(squared_distance(logits, targets, kernel, mask=mask))
+
+
 BAD_SUM = -1
 
 
@@ -193,6 +197,8 @@ def test_a_loss_of_ones_own_is_trained_by_its_path(data_dir, tmp_path, monkeypat
         ("tests.test_loop:no_such", "cannot be imported"),
         ("no_such_module:loss", "cannot be imported"),
         ("tests.test_loop:METRICS_FIELDS", "wanted a function"),
+        ("tests.test_loop:mean_distance", r"gives shape \[\] for targets .*; wanted \[2, 3\], one value"),
+        ("json:dumps", r"json:dumps cannot be called as \(logits .*: TypeError"),
     ],
 )
 def test_a_loss_that_cannot_be_used_is_a_usage_error(path, words, data_dir, tmp_path):
@@ -275,6 +281,7 @@ def test_a_flag_allows_to_leave_long_examples_out_and_the_header_counts_them(dat
         ("--mesh=data:4", UsageError, "batch_size=2 must be a multiple of data x fsdp x grad_accum = 4 x 1"),
         ("--loss=ntil", UsageError, "normalize_by=tokens has no meaning"),
         ("--rescale=50", UsageError, "rescale"),
+        ("--data_dir=/dev/null/data", StorageError, "cannot be prepared or read"),
         ("--platform=tpu", UsageError, "--platform=tpu was asked for and jax runs on cpu"),
     ],
 )

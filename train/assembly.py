@@ -11,13 +11,13 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from smmd_jax import NumericKernel, NumericVocab, make_numeric_kernel, numeric_vocab_from_tokenizer
+from smmd_jax import LOSSES, NumericKernel, NumericVocab, make_numeric_kernel, numeric_vocab_from_tokenizer
 from smmd_jax.backbones import PRESETS, Decoder, DecoderConfig
 from smmd_jax.backbones.sharding import parameter_shardings
 from train.config import TrainConfig, parse_mesh
 from train.data import Batch, Batches, make_batches
 from train.encode import Statistics
-from train.exits import DataError, UsageError
+from train.exits import DataError, StorageError, UsageError
 from train.objective import Objective, make_objective
 from train.optimizer import Schedule, make_optimizer, make_schedule
 from train.partition import batch_sharding, check_batch_size, make_mesh, optimizer_shardings, replicated
@@ -100,17 +100,19 @@ def assemble(config: TrainConfig) -> Run:
         objective = make_objective(config.loss, weight=config.loss_weight, normalize_by=config.normalize_by)
         _check_objective(objective, config)
     tokenizer, model_config = _tiny(config)
-    batches = make_batches(
-        task.make_source(task.train_split, data_dir=config.data_dir or None, **_variant(config)),
-        tokenizer,
-        batch_size=config.batch_size,
-        max_length=config.max_length,
-        seed=config.seed,
-        vocab_size=model_config.vocab_size,
-        max_dropped_fraction=config.max_dropped_fraction,
-        cache_dir=config.data_dir or default_data_dir(),
-    )
-    prompts = _prompts(task, tokenizer, model_config, config)
+    data_dir = config.data_dir or default_data_dir()
+    with _storage_errors(data_dir):
+        batches = make_batches(
+            task.make_source(task.train_split, data_dir=data_dir, **_variant(config)),
+            tokenizer,
+            batch_size=config.batch_size,
+            max_length=config.max_length,
+            seed=config.seed,
+            vocab_size=model_config.vocab_size,
+            max_dropped_fraction=config.max_dropped_fraction,
+            cache_dir=data_dir,
+        )
+        prompts = _prompts(task, tokenizer, model_config, config)
     vocab = numeric_vocab_from_tokenizer(
         tokenizer.backend, policy=config.numeric_policy, vocab_size=model_config.vocab_size
     )
@@ -123,6 +125,8 @@ def assemble(config: TrainConfig) -> Run:
         )
     with _usage_errors():
         kernel = jax.device_put(_kernel(objective, vocab, config), replicated(mesh))
+        if config.loss not in LOSSES:
+            _check_own_loss(objective, kernel, model_config.vocab_size, config.loss)
         schedule = make_schedule(
             config.schedule, learning_rate=config.learning_rate, warmup_steps=config.warmup, steps=config.steps
         )
@@ -225,6 +229,31 @@ def _check_objective(objective: Objective, config: TrainConfig) -> None:
         )
 
 
+def _check_own_loss(objective: Objective, kernel: Any, vocab_size: int, name: str) -> None:
+    """Trace a loss of one's own: a mean in the place of one value per position would train, and on something else."""
+    shape = (2, 3)
+    is_sequence = objective.spec.needs == "sequence"
+
+    def losses(logits, targets, mask, segment_ids):
+        options = {"segment_ids": segment_ids} if is_sequence else {}
+        return objective.spec.function(logits, targets, kernel, mask=mask, **options)
+
+    operands = [((*shape, vocab_size), jnp.float32), (shape, jnp.int32), (shape, jnp.bool_), (shape, jnp.int32)]
+    try:
+        found = jax.eval_shape(losses, *(jax.ShapeDtypeStruct(*operand) for operand in operands)).shape
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(
+            f"loss {name} cannot be called as (logits [B, T, V], targets [B, T], kernel, *, mask [B, T]): {reason}"
+        ) from error
+    wanted = shape[:1] if is_sequence else shape
+    if found != wanted:
+        raise ValueError(
+            f"loss {name} gives shape {list(found)} for targets of shape {list(shape)}; wanted {list(wanted)}, one "
+            f"value per {objective.spec.needs}, unreduced: the step divides by the counts of the whole batch."
+        )
+
+
 def _unused_flags(objective: Objective, config: TrainConfig) -> tuple[str, ...]:
     """Name the kernel's flags that were changed although the loss has no kernel."""
     if objective.spec.terms is not None:
@@ -251,4 +280,14 @@ def _usage_errors() -> Iterator[None]:
     except UsageError:
         raise
     except (ValueError, TypeError) as error:
-        raise UsageError(f"{error} (task, loss and kernel flags: --help)") from error
+        raise UsageError(str(error)) from error
+
+
+@contextlib.contextmanager
+def _storage_errors(folder: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"the data in {folder} cannot be prepared or read: {error}. Choose another --data_dir."
+        ) from error
