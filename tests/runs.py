@@ -119,27 +119,21 @@ def captured(function, *args):
     return out.getvalue(), err.getvalue()
 
 
-def environment(*, devices=1, **variables):
-    """The environment of a child: one CPU device unless asked, the compilation cache of this test run."""
-    kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"} if devices > 1 else {}
-    return {**kept, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **flags, **variables}
-
-
-def start_child(command, *, cwd=None, **options):
+def start_child(command, **variables):
+    """Start `python COMMAND` with the environment of this test run and these variables."""
     return subprocess.Popen(
         [sys.executable, *map(str, command)],
-        cwd=cwd or ROOT,
-        env=environment(**options),
+        cwd=ROOT,
+        env={**os.environ, **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def run_child(command, **options):
+def run_child(command, **variables):
     """Run `python COMMAND` to its end; returns it with its return code, stdout and stderr."""
-    with start_child(command, **options) as child:
+    with start_child(command, **variables) as child:
         stdout, stderr = child.communicate(timeout=600)
     return subprocess.CompletedProcess(command, child.returncode, stdout, stderr)
 
@@ -150,9 +144,14 @@ def tiny_command(workdir, data_dir, *flags, fault="-", examples="-"):
     return ["-m", "tests.runs", fault, examples, "--", *FLAGS, *folders, *flags]
 
 
-def train_there(workdir, data_dir, *flags, fault="-", examples="-", **options):
+def train_there(workdir, data_dir, *flags, fault="-", examples="-", **variables):
     """Run the tiny training in a process of its own."""
-    return run_child(tiny_command(workdir, data_dir, *flags, fault=fault, examples=examples), **options)
+    return run_child(tiny_command(workdir, data_dir, *flags, fault=fault, examples=examples), **variables)
+
+
+def contents(folder):
+    """Every file below a folder with its bytes."""
+    return {path.relative_to(folder): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
 def rows_of(workdir, name="metrics.jsonl"):

@@ -13,7 +13,18 @@ from pathlib import Path
 import pytest
 
 from tests import runs
-from tests.runs import HARD, inject, numbers_of, record_examples, rows_of, same_state, state_of, steps_of, train_here
+from tests.runs import (
+    HARD,
+    contents,
+    inject,
+    numbers_of,
+    record_examples,
+    rows_of,
+    same_state,
+    state_of,
+    steps_of,
+    train_here,
+)
 from train.checkpoint import Checkpoints
 from train.exits import CheckpointCorruptError, DataError, StoppedError, StorageError, UsageError, WriterLockError
 from train.manifest import write_manifest
@@ -117,10 +128,6 @@ def test_a_second_signal_ends_a_process_that_is_deep_in_compiled_code():
             assert child.wait(timeout=20) == 143
         finally:
             child.kill()
-
-
-def contents(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture
