@@ -188,6 +188,7 @@ RESUMABLE = {
     "checkpoint_every": 3,
     "keep_checkpoints": 7,
     "tensorboard": True,
+    "max_dropped_fraction": 0.5,
     "debug": True,
     "print_config": True,
     "dry_run": True,

@@ -178,8 +178,9 @@ BAD_SUM = -1
 
 
 def nan_in_one_batch(logits, targets, kernel, *, mask):
-    """Not a number for the batch whose supervised targets sum up to BAD_SUM."""
-    return jnp.where(jnp.sum(jnp.where(mask, targets, 0)) == BAD_SUM, jnp.nan, 0.1) * mask
+    """Not a number in the first row of the batch whose supervised targets sum up to BAD_SUM."""
+    is_bad = (jnp.sum(jnp.where(mask, targets, 0)) == BAD_SUM) & (jnp.arange(mask.shape[0]) == 0)
+    return jnp.where(is_bad[:, None], jnp.nan, 0.1) * mask
 
 
 
@@ -216,10 +217,11 @@ def batch_sum(data_dir, workdir, step):
     return int(batch.targets[batch.target_mask].sum()), np.unique(batches.examples[batches.examples >= 0]).tolist()
 
 
-def test_a_loss_that_is_not_finite_stops_before_the_update(data_dir, tmp_path, monkeypatch):
+@pytest.mark.parametrize("mesh", ["", pytest.param("data:2", marks=pytest.mark.slow)])  # data:2: on one device only
+def test_a_loss_that_is_not_finite_stops_before_the_update(mesh, data_dir, tmp_path, monkeypatch):
     total, examples = batch_sum(data_dir, tmp_path, 6)
     monkeypatch.setattr("tests.test_loop.BAD_SUM", total)
-    flags = ("--loss=tests.test_loop:nan_in_one_batch", "--checkpoint_every=2")
+    flags = ("--loss=tests.test_loop:nan_in_one_batch", "--checkpoint_every=2", f"--mesh={mesh}")
     for _ in range(2):  # the same command again ends the same way
         with pytest.raises(NonFiniteError, match=r"step 6 is not finite .* the step was not applied") as stopped:
             train_here(tmp_path / "run", data_dir, *flags)

@@ -26,7 +26,9 @@ from tests.runs import (
     train_here,
 )
 from train.checkpoint import Checkpoints
+from train.config import parse_command_line, save_config
 from train.exits import CheckpointCorruptError, DataError, StoppedError, StorageError, UsageError, WriterLockError
+from train.main import TABLES
 from train.manifest import write_manifest
 
 EVALUATED = (*HARD, "--eval_every=6")
@@ -103,6 +105,8 @@ def test_a_stop_signal_saves_and_the_same_command_goes_on_bitwise(fault, saved, 
             train_here(folder, data_dir, *EVALUATED)
     assert stopped.value.exit_code == 128 + number
     assert max(steps_of(folder)) == saved and (folder / "checkpoints" / str(saved) / "manifest.json").exists()
+    if "evaluate" in fault:  # it does not wait for the end of an evaluation
+        assert saved not in [row["step"] for row in rows_of(folder, "eval.jsonl")]
     with pytest.MonkeyPatch.context() as patch:
         record_examples(examples, patch.setattr)
         train_here(folder, data_dir, *EVALUATED)
@@ -223,6 +227,21 @@ def test_a_second_writer_is_refused_and_changes_nothing(finished, data_dir):
             train_here(finished, data_dir, *EVALUATED, "--steps=14", "--log_every=2")
         assert refused.value.exit_code == 8
         assert contents(finished) == before
+
+
+def test_a_run_that_another_process_began_meanwhile_is_not_overwritten(data_dir, tmp_path, monkeypatch):
+    """Between the first look at the folder and the lock a whole other run may have been there."""
+    folder = tmp_path / "run"
+
+    def after_the_other(*args, **options):
+        other = parse_command_line(["main", *runs.FLAGS, f"--workdir={folder}", "--seed=7"], tables=TABLES)
+        save_config(other)
+        return Checkpoints(*args, **options)
+
+    monkeypatch.setattr("train.loop.Checkpoints", after_the_other)
+    with pytest.raises(UsageError, match="seed: 7 -> 0"):
+        train_here(folder, data_dir, *EVALUATED)
+    assert json.loads((folder / "config.json").read_text())["seed"] == 7
 
 
 @pytest.mark.parametrize("count, safe", [pytest.param(1, None, marks=pytest.mark.slow), (2, 4)])
