@@ -64,7 +64,14 @@ def negative_log_likelihood(logits: Float[Array, "*batch V"], targets: Int[Array
 
 
 def log_normalizer(logits):
-    return jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
+    """logsumexp in float32."""
+    if logits.dtype == jnp.float32 or logits.shape[-1] == 0:
+        return jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
+    top = jnp.max(logits, axis=-1)
+    top = jnp.where(jnp.isfinite(top), top, jnp.zeros((), top.dtype))
+    # Without the barrier XLA makes one float32 copy of the logits for both passes and keeps it.
+    logits, top = lax.optimization_barrier((logits, top.astype(jnp.float32)))
+    return jnp.log(jnp.sum(jnp.exp(logits.astype(jnp.float32) - top[..., None]), axis=-1)) + top
 
 
 def _target_logits(logits, targets):
