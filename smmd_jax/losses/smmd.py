@@ -1,6 +1,5 @@
 """SMMD: one quadratic form of the residual p - q over the numeric tokens; its gradient needs no second product."""
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ from smmd_jax.kernels import NumericKernel
 from smmd_jax.operands import (
     at_numeric,
     check_head,
+    check_head_width,
     check_operands,
     check_vocabulary,
     live_rows,
@@ -23,7 +23,10 @@ from smmd_jax.operands import (
 # From this many numeric tokens on, the N x N product runs on the rows with a numeric target only.
 _COMPACT_FROM_TOKENS = 256
 _COMPACT_FROM_ROWS = 64
-# About 15 % of the positions of a text are numbers; above a quarter the dense form takes over.
+# About 15 % of the positions of a text are numbers: three of sixteen blocks. Blocks below 32 rows would be overhead.
+_BLOCKS = 16
+_SMALLEST_BLOCK = 32
+# From hidden states the products run on a quarter of the rows; above that the dense form takes over.
 _COMPACT_SHARE = 4
 
 
@@ -84,6 +87,10 @@ def smmd_loss(
     """
     check_vocabulary("smmd_loss", kernel, NumericKernel)
     logits, targets, mask = check_operands("smmd_loss", logits, targets, mask)
+    if _is_large(targets.shape, kernel):
+        # The columns of the numeric rows alone: taking them for all rows costs as much as cross entropy itself.
+        check_head_width("smmd_loss", kernel, logits.shape[-1])
+        return _loss_of_numeric_rows(logits, kernel.token_ids, match_targets(targets, kernel.token_ids, mask), kernel)
     return smmd_loss_from_numeric_logits(numeric_columns("smmd_loss", logits, kernel), targets, kernel, mask=mask)
 
 
@@ -127,7 +134,7 @@ def smmd_loss_from_hidden(
 
     def loss_of_rows(hidden, match):
         scores = jnp.einsum("...d,dn->...n", hidden, columns, preferred_element_type=jnp.float32)
-        return at_numeric(quadratic_loss(scores, match, kernel.form, compact=False), match)
+        return at_numeric(quadratic_loss(scores, match, kernel.form), match)
 
     # NaN in a dead row would reach the head's gradient through the product.
     return _on_numeric_rows(loss_of_rows, live_rows(hidden, match.any(-1)), match)
@@ -174,8 +181,9 @@ def smmd_loss_from_numeric_logits(
             "pass the columns of kernel.token_ids, in that order."
         )
     match = match_targets(targets, kernel.token_ids, mask)
-    scores = live_rows(scores, match.any(-1)).astype(jnp.float32)
-    return smmd_columns(scores, match, kernel)
+    if _is_large(targets.shape, kernel):
+        return _loss_of_numeric_rows(scores, jnp.arange(scores.shape[-1]), match, kernel)
+    return smmd_columns(live_rows(scores, match.any(-1)).astype(jnp.float32), match, kernel)
 
 
 def smmd_columns(
@@ -221,28 +229,17 @@ def smmd_terms(
     return SmmdTerms(mmd=mmd, smoothness=smoothness, total=total, is_numeric=match.any(-1))
 
 
+@jax.custom_jvp
 def quadratic_loss(
-    scores: Float[Array, "*batch N"],
-    match: Bool[Array, "*batch N"],
-    form: Float[Array, "N N"],
-    *,
-    compact: bool = True,
+    scores: Float[Array, "*batch N"], match: Bool[Array, "*batch N"], form: Float[Array, "N N"]
 ) -> Float[Array, "*batch"]:
     """r^T M r for float32 scores; rows without a match hold garbage. The form is a constant: its gradient is 0."""
-    return _quadratic_loss(compact, scores, match, form)
+    return _value_and_gradient(scores, match, form)[0]
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _quadratic_loss(compact, scores, match, form):
-    on_rows = _on_numeric_rows if compact else _on_all_rows
-    return on_rows(lambda scores, match: _value_and_gradient(scores, match, form)[0], scores, match)
-
-
-@_quadratic_loss.defjvp
-def _quadratic_loss_jvp(compact, primals, tangents):
-    scores, match, form = primals
-    on_rows = _on_numeric_rows if compact else _on_all_rows
-    value, gradient = on_rows(lambda scores, match: _value_and_gradient(scores, match, form), scores, match)
+@quadratic_loss.defjvp
+def _quadratic_loss_jvp(primals, tangents):
+    value, gradient = _value_and_gradient(*primals)
     return value, jnp.sum(gradient * tangents[0], axis=-1)
 
 
@@ -263,8 +260,67 @@ def _value_and_gradient(
     return value, gradient
 
 
-def _on_all_rows(function, scores, match):
-    return function(scores, match)
+def _is_large(batch: tuple[int, ...], kernel: NumericKernel) -> bool:
+    return kernel.form.shape[-1] >= _COMPACT_FROM_TOKENS and math.prod(batch) >= _COMPACT_FROM_ROWS
+
+
+def _loss_of_numeric_rows(
+    source: Float[Array, "*batch V"], columns: Int[Array, "N"], match: Bool[Array, "*batch N"], kernel: NumericKernel
+) -> Float[Array, "*batch"]:
+    """The loss of source[..., columns] at the rows with a match; exactly 0, value and gradient, at the others."""
+    batch, size = match.shape[:-1], match.shape[-1]
+    target = jnp.sum(jnp.where(match, jnp.arange(1, size + 1), 0), axis=-1) - 1
+    rows = source.reshape(math.prod(batch), source.shape[-1])
+    return _compacted_loss(rows, columns, target.reshape(-1), kernel.form).reshape(batch)
+
+
+@jax.custom_jvp
+def _compacted_loss(source, columns, target, form):
+    index, (value,) = _scan_numeric_rows(source, columns, target, form, with_gradient=False)
+    return _put(value, index, target)
+
+
+@_compacted_loss.defjvp
+def _compacted_loss_jvp(primals, tangents):
+    source, columns, target, form = primals
+    index, (value, gradient) = _scan_numeric_rows(source, columns, target, form, with_gradient=True)
+    # Rows and columns in one gather: its transpose writes the few numbers row by row, where a gather of columns and
+    # then of rows would walk down every column of the logits.
+    moved = tangents[0].at[index[:, None], columns].get(mode="fill", fill_value=0, unique_indices=True)
+    return _put(value, index, target), _put(jnp.sum(gradient * moved, axis=-1), index, target)
+
+
+def _put(values, index, target):
+    return jnp.zeros(target.shape, values.dtype).at[index].set(values, mode="drop", unique_indices=True)
+
+
+def _scan_numeric_rows(source, columns, target, form, *, with_gradient: bool):
+    """Values and gradients of the rows with a target >= 0, and their indices, padded with the number of rows.
+
+    The numeric rows come first and are worked through in blocks, and a block without any is skipped: the work follows
+    the count, no row is ever dropped, and no capacity has to be guessed.
+    """
+    rows, size = len(target), len(columns)
+    block = max(_SMALLEST_BLOCK, -(-rows // _BLOCKS))
+    index = jnp.nonzero(target >= 0, size=-(-rows // block) * block, fill_value=rows)[0]
+
+    def compute(index):
+        live, row = index < rows, jnp.minimum(index, rows - 1)
+        scores = source.at[row[:, None], columns].get(mode="promise_in_bounds")
+        match = jnp.where(live, target[row], -1)[:, None] == jnp.arange(size)
+        value, gradient = _value_and_gradient(live_rows(scores, live).astype(jnp.float32), match, form)
+        return (value, gradient) if with_gradient else (value,)
+
+    def skip(index):
+        # A zero made of the operands: shard_map wants both branches to vary over the same axes of the mesh.
+        zero = jnp.where(index[0] < 0, source[0, 0].astype(jnp.float32) + form[0, 0], 0.0)
+        return (jnp.full(block, zero), jnp.full((block, size), zero)) if with_gradient else (jnp.full(block, zero),)
+
+    def of_block(index):
+        return lax.cond(index[0] < rows, compute, skip, index)
+
+    parts = lax.map(of_block, index.reshape(-1, block))
+    return index, tuple(part.reshape(-1, *part.shape[2:]) for part in parts)
 
 
 def _on_numeric_rows(function, scores, match):
