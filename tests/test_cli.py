@@ -146,6 +146,7 @@ def assert_same_run(folder, examples, straight, data_dir):
     assert runs.same_state(*states)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_the_same_command(straight, data_dir, tmp_path):
     folder, examples = tmp_path / "run", tmp_path / "examples.jsonl"
     killed = train_there(folder, data_dir, *EVALUATED, fault="SIGKILL@evaluate:2", examples=examples)

@@ -113,6 +113,18 @@ def test_a_stop_signal_saves_and_the_same_command_goes_on_bitwise(fault, saved, 
     assert_same_run(folder, straight, data_dir, examples)
 
 
+def test_a_process_killed_in_an_evaluation_is_gone_on_with_bitwise(straight, data_dir, tmp_path):
+    """kill -9, in a process of its own; test_cli.py kills at every other phase."""
+    folder, examples = tmp_path / "run", tmp_path / "examples.jsonl"
+    killed = runs.train_there(folder, data_dir, *EVALUATED, fault="SIGKILL@evaluate:2", examples=examples)
+    assert killed.returncode == -signal.SIGKILL
+    assert [row["step"] for row in rows_of(folder, "eval.jsonl")] == [6]
+    with pytest.MonkeyPatch.context() as patch:
+        record_examples(examples, patch.setattr)
+        train_here(folder, data_dir, *EVALUATED)
+    assert_same_run(folder, straight, data_dir, examples)
+
+
 def test_a_second_signal_ends_a_process_that_is_deep_in_compiled_code():
     """While XLA compiles, no Python handler runs; the hash stands for it: one call of many seconds without the GIL."""
     code = """
@@ -276,6 +288,7 @@ def test_a_save_that_fails_after_a_stop_signal_is_no_verified_save(data_dir, tmp
         train_here(tmp_path / "run", data_dir, *EVALUATED)
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_step_is_passed_over_aloud_and_the_run_is_the_same(finished, straight, data_dir, capsys):
     next(path for path in (finished / "checkpoints" / "12").rglob("d/*") if path.is_file()).write_bytes(b"")
     train_here(finished, data_dir, *EVALUATED)
