@@ -337,7 +337,7 @@ def test_a_matrix_that_is_no_kernel_is_refused(function, matrix):
 
 @pytest.mark.parametrize(
     ("options", "known"),
-    [({"kernel": "gaussian"}, KERNELS), ({"terms": "both"}, ("smmd", "mmd", "smoothness"))],
+    [({"kernel": "gaussian"}, tuple(KERNELS)), ({"terms": "both"}, ("smmd", "mmd", "smoothness"))],
     ids=str,
 )
 def test_unknown_names_list_the_known_ones(options, known):
