@@ -1,7 +1,7 @@
-"""`python -m benchmarks.real_arith RUN_FOLDER EXTRACT.jsonl`: score a trained run on questions of the original generator.
+"""`python -m benchmarks.real_arith RUN_FOLDER EXTRACT.jsonl`: score a run on questions of the original generator.
 
-The extract holds one JSON object a line with `question` and `answer`, as DeepMind's `arithmetic__add_sub_multiple` prints
-them; it is not part of this project.
+The extract holds one JSON object a line with `question` and `answer`, as DeepMind's `arithmetic__add_sub_multiple`
+prints them; it is not part of this project.
 """
 
 import dataclasses

@@ -1,0 +1,236 @@
+"""`python -m benchmarks.loss_cost`: what the losses cost beside cross entropy, value and gradient, in one process.
+
+Ratios are to optax's cross entropy on the same arrays; torch's columns appear where torch and ntloss are installed.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks.naive import naive_smmd_loss
+from benchmarks.timing import describe_machine, interleave, summarise
+from smmd_jax import (
+    chunked_cross_entropy_and_numeric,
+    chunked_loss_sums,
+    cross_entropy_loss,
+    make_numeric_kernel,
+    make_numeric_vocab,
+    mean_from,
+    numeric_mask,
+    smmd_loss,
+    sum_and_count,
+)
+
+WEIGHT, NUMERIC_SHARE = 3.0, 0.15
+
+# name -> (rows T, vocabulary V, numeric tokens N, dtype, ids next to one another?)
+LOGIT_SETTINGS = {
+    "logits, float32, N = 10, V = 32,000": (2048, 32_000, 10, "float32", True),
+    "logits, float32, N = 1110, V = 32,000": (2048, 32_000, 1110, "float32", False),
+    "logits, float32, N = 1110, V = 128,256": (2048, 128_256, 1110, "float32", False),
+    "logits, bfloat16, N = 10, V = 32,000": (2048, 32_000, 10, "bfloat16", True),
+}
+HIDDEN_SETTING = ("hidden, float32, D = 576, N = 10, V = 49,152", 2048, 576, 49_152, 10)
+
+# (setting, program, quantity) -> goal; the quantity is a ratio to the setting's first program.
+GOALS = {
+    ("logits, float32, N = 10, V = 32,000", "CE + SMMD", "time"): 1.02,
+    ("logits, float32, N = 1110, V = 32,000", "CE + SMMD", "time"): 1.08,
+    ("logits, float32, N = 1110, V = 128,256", "CE + SMMD", "time"): 1.05,
+    ("logits, bfloat16, N = 10, V = 32,000", "CE + SMMD", "time"): 1.00,
+    ("logits, bfloat16, N = 10, V = 32,000", "CE + SMMD", "temporaries"): 0.5,
+    (HIDDEN_SETTING[0], "sums in chunks", "time"): 1.05,
+    (HIDDEN_SETTING[0], "sums in chunks", "temporaries"): 0.20,
+}
+
+Program = Callable[..., Any]
+
+
+def make_kernel(count: int, width: int, *, contiguous: bool):
+    """A kernel over `count` digit strings (as Llama-3 has 1110 of them), ids in order or scattered."""
+    texts = [f"{value:0{digits}d}" for digits in (1, 2, 3) for value in range(10**digits)][:count]
+    ids = 100 + np.arange(count) if contiguous else np.random.default_rng(0).permutation(width)[:count]
+    vocab = make_numeric_vocab(dict(zip(texts, ids.tolist(), strict=True)), policy="all_integers")
+    return make_numeric_kernel(vocab)
+
+
+def draw_targets(kernel: Any, rows: int, width: int) -> np.ndarray:
+    """Targets of which 15 % are numeric."""
+    rng, ids = np.random.default_rng(1), np.asarray(kernel.token_ids)
+    text = np.setdiff1d(np.arange(width), ids)
+    return np.where(rng.random(rows) < NUMERIC_SHARE, rng.choice(ids, rows), rng.choice(text, rows)).astype(np.int32)
+
+
+def paper_mean(losses: jax.Array, targets: jax.Array, kernel: Any) -> jax.Array:
+    return mean_from(*sum_and_count(losses, numeric_mask(targets, kernel)))
+
+
+def logit_programs() -> dict[str, Program]:
+    def optax_ce(logits, targets, kernel):
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+    def own_ce(logits, targets, kernel):
+        return cross_entropy_loss(logits, targets).mean()
+
+    def ce_and_smmd(logits, targets, kernel):
+        smmd = paper_mean(smmd_loss(logits, targets, kernel), targets, kernel)
+        return own_ce(logits, targets, kernel) + WEIGHT * smmd
+
+    def ce_and_naive(logits, targets, kernel):
+        smmd = paper_mean(naive_smmd_loss(logits, targets, kernel), targets, kernel)
+        return optax_ce(logits, targets, kernel) + WEIGHT * smmd
+
+    return {"CE (optax)": optax_ce, "CE": own_ce, "CE + SMMD": ce_and_smmd, "CE + naive SMMD": ce_and_naive}
+
+
+def hidden_programs() -> dict[str, Program]:
+    def full(hidden, head, targets, kernel):
+        return optax.softmax_cross_entropy_with_integer_labels(hidden @ head, targets).mean()
+
+    def full_and_smmd(hidden, head, targets, kernel):
+        logits = hidden @ head
+        smmd = paper_mean(smmd_loss(logits, targets, kernel), targets, kernel)
+        return cross_entropy_loss(logits, targets).mean() + WEIGHT * smmd
+
+    def in_chunks(hidden, head, targets, kernel):
+        ce, numeric = chunked_cross_entropy_and_numeric(hidden, head, targets, kernel)
+        return ce.mean() + WEIGHT * paper_mean(numeric, targets, kernel)
+
+    def sums_in_chunks(hidden, head, targets, kernel):
+        numeric = numeric_mask(targets, kernel)
+        weights = jnp.full(targets.shape, 1 / targets.size), WEIGHT * numeric / jnp.maximum(numeric.sum(), 1)
+        ce, smmd = chunked_loss_sums(
+            hidden, head, targets, kernel, ce_weights=weights[0], numeric_weights=weights[1]
+        )
+        return ce + smmd
+
+    return {
+        "full logits, CE (optax)": full,
+        "full logits, CE + SMMD": full_and_smmd,
+        "positions in chunks": in_chunks,
+        "sums in chunks": sums_in_chunks,
+    }
+
+
+def measure(setting: str, programs: dict[str, Program], operands: tuple, differentiated, rounds: int) -> list[dict]:
+    """Compile, time and weigh the programs of one setting; one row each."""
+    compiled = {
+        name: jax.jit(jax.value_and_grad(program, argnums=differentiated)).lower(*operands).compile()
+        for name, program in programs.items()
+    }
+    bytes_of = {name: program.memory_analysis().temp_size_in_bytes for name, program in compiled.items()}
+    calls = {
+        name: (lambda program=program: jax.block_until_ready(program(*operands))) for name, program in compiled.items()
+    }
+    calls |= torch_programs(setting, operands)
+    base = next(iter(programs))
+    times = summarise(interleave(calls, rounds=rounds), base)
+    rows = []
+    for name in calls:
+        temporaries = bytes_of.get(name)
+        row = {
+            "setting": setting,
+            "program": name,
+            "median ms": round(times[name]["median_ms"], 1),
+            "time ratio": round(times[name]["ratio"], 3),
+            "of minima": round(times[name]["ratio_of_minima"], 3),
+            "temporaries MiB": None if temporaries is None else round(temporaries / 2**20, 1),
+        }
+        measured = {"time": row["of minima"], "temporaries": (temporaries or 0) / max(bytes_of[base], 1)}
+        goals = {what: goal for (place, program, what), goal in GOALS.items() if (place, program) == (setting, name)}
+        row["goals"] = "; ".join(
+            f"{what} {measured[what]:.2f} of {goal:g}: {'met' if measured[what] <= goal + 0.005 else 'missed'}"
+            for what, goal in goals.items()
+        )
+        rows.append(row)
+        print("  ".join(str(value) for value in row.values() if value not in (None, "")), flush=True)
+    return rows
+
+
+def torch_programs(setting: str, operands: tuple) -> dict[str, Callable[[], Any]]:
+    """Torch's cross entropy and ntloss on the same float32 logits, where both are installed."""
+    if not setting.startswith("logits, float32"):
+        return {}
+    try:
+        import ntloss
+        import torch
+        from tokenizers import Tokenizer, models
+        from transformers import PreTrainedTokenizerFast
+    except ImportError as error:
+        print(f"torch columns left out: {error}", file=sys.stderr)
+        return {}
+    logits, targets, kernel = operands
+    width, ids = logits.shape[-1], np.asarray(kernel.token_ids)
+    if len(ids) != 10:
+        return {}
+    words = {f"word{index}": index for index in range(width) if index not in set(ids.tolist())}
+    words |= {str(int(value)): int(token) for value, token in zip(np.asarray(kernel.values), ids, strict=True)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="word0")), unk_token="word0"
+    )
+    ntl = ntloss.NTLoss(tokenizer, reweigh=False)
+    scores = torch.tensor(np.asarray(logits))[None].requires_grad_()
+    labels = torch.tensor(np.asarray(targets), dtype=torch.int64)[None]
+
+    def run(loss: Callable[[], Any]) -> Callable[[], None]:
+        def call() -> None:
+            scores.grad = None
+            loss().backward()
+
+        return call
+
+    ce = lambda: torch.nn.functional.cross_entropy(scores[0], labels[0])
+    return {"torch CE": run(ce), "torch CE + ntloss": run(lambda: ce() + 0.3 * ntl(scores, labels))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7, help="timed rounds of every program")
+    parser.add_argument("--quick", action="store_true", help="an eighth of the rows and three rounds: a smoke test")
+    parser.add_argument("--json", type=Path, help="write rows, command, machine and versions to this file")
+    options = parser.parse_args()
+    shrink, rounds = (8, 3) if options.quick else (1, options.rounds)
+    rows = []
+    for setting, (count, width, numbers, dtype, contiguous) in LOGIT_SETTINGS.items():
+        count = count // shrink
+        kernel = make_kernel(numbers, width, contiguous=contiguous)
+        logits = jnp.asarray(np.random.default_rng(2).normal(size=(count, width)), dtype)
+        operands = (logits, jnp.asarray(draw_targets(kernel, count, width)), kernel)
+        rows += measure(setting, logit_programs(), operands, 0, rounds)
+    setting, count, depth, width, numbers = HIDDEN_SETTING
+    count, rng = count // shrink, np.random.default_rng(3)
+    kernel = make_kernel(numbers, width, contiguous=True)
+    hidden = jnp.asarray(rng.normal(size=(count, depth)), jnp.float32)
+    head = jnp.asarray(rng.normal(size=(depth, width)) / depth**0.5, jnp.float32)
+    operands = (hidden, head, jnp.asarray(draw_targets(kernel, count, width)), kernel)
+    rows += measure(setting, hidden_programs(), operands, (0, 1), rounds)
+    if options.json:
+        versions = {name: _version(name) for name in ("jax", "jaxlib", "optax", "numpy", "torch", "ntloss")}
+        result = {
+            "command": " ".join(["python -m benchmarks.loss_cost", *sys.argv[1:]]),
+            "machine": f"{describe_machine()}, {jax.default_backend()}",
+            "versions": versions,
+            "rows": rows,
+        }
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    main()

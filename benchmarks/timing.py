@@ -1,0 +1,51 @@
+"""Times of several programs side by side: interleaved, the order reversed every other round, medians and minima."""
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def interleave(programs: Mapping[str, Callable[[], Any]], *, rounds: int) -> dict[str, list[float]]:
+    """Time each program once a round, after one warm-up each; returns seconds by name.
+
+    The machine may be shared: only ratios within one call mean anything, and the minimum is the least disturbed.
+    """
+    for program in programs.values():
+        program()
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for number in range(rounds):
+        for name in list(programs)[:: -1 if number % 2 else 1]:
+            began = time.perf_counter()
+            programs[name]()
+            seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def summarise(seconds: Mapping[str, list[float]], base: str) -> dict[str, dict[str, float]]:
+    """Median and minimum in milliseconds, and both ratios to a base program."""
+    median = {name: statistics.median(times) for name, times in seconds.items()}
+    least = {name: min(times) for name, times in seconds.items()}
+    return {
+        name: {
+            "median_ms": 1e3 * median[name],
+            "min_ms": 1e3 * least[name],
+            "ratio": median[name] / median[base],
+            "ratio_of_minima": least[name] / least[base],
+        }
+        for name in seconds
+    }
+
+
+def describe_machine() -> str:
+    """Processor and cores of this machine, in words."""
+    model = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), model)
+    except OSError:
+        pass
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{model}, {cores} cores"
