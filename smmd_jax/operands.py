@@ -6,6 +6,7 @@ Checks look at shapes and dtypes, never at values: they cost nothing under jit a
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from smmd_jax.errors import TokenRangeError
@@ -126,9 +127,16 @@ def full_operands(
     return live_rows(logits, match.any(-1)).astype(jnp.float32), match
 
 
-def target_values(match: Bool[Array, "*batch N"], kernel: Vocabulary) -> Float[Array, "*batch"]:
-    """Look up the value of each target; 0 where it is no number."""
-    return jnp.sum(jnp.where(match, kernel.values, 0.0), axis=-1)
+def value_differences(match: Bool[Array, "*batch N"], kernel: Vocabulary) -> Float[Array, "*batch N"]:
+    """v_j - y for each numeric token and the target's value y (0 where the target is no number); a constant."""
+    values = lax.stop_gradient(kernel.values)
+    target = jnp.sum(jnp.where(match, values, 0.0), axis=-1, keepdims=True)
+    return values - target
+
+
+def absolute(values: Array) -> Array:
+    """|values| with slope 0 at 0, where jnp.abs has slope 1: what is exactly right must not be pushed away."""
+    return lax.stop_gradient(jnp.sign(values)) * values
 
 
 def at_numeric(values: Float[Array, "*batch"], match: Bool[Array, "*batch N"]) -> Float[Array, "*batch"]:

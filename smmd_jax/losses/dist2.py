@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from smmd_jax.losses.cross_entropy import log_normalizer
-from smmd_jax.operands import Vocabulary, at_numeric, full_operands, numeric_columns, target_values
+from smmd_jax.operands import Vocabulary, at_numeric, full_operands, numeric_columns, value_differences
 
 
 def dist2_loss(
@@ -44,7 +44,7 @@ def dist2_loss(
     if not tau > 0:
         raise ValueError(f"dist2_loss: tau must be positive, got {tau!r}.")
     logits, match = full_operands("dist2_loss", logits, targets, kernel, mask)
-    squared = jnp.square(kernel.values - target_values(match, kernel)[..., None])
+    squared = jnp.square(value_differences(match, kernel))
     log_d = jax.nn.log_softmax(-squared / tau, axis=-1)
     log_p = numeric_columns("dist2_loss", logits, kernel) - log_normalizer(logits)[..., None]
     return at_numeric(jnp.sum(jnp.exp(log_d) * (log_d - log_p), axis=-1), match)

@@ -1,6 +1,7 @@
 """EMO: the expected transport cost to the target, with the numeric kernel as the similarity of tokens."""
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from smmd_jax.kernels import NumericKernel
@@ -47,6 +48,6 @@ def emo_loss(
     logits, match = full_operands("emo_loss", logits, targets, kernel, mask)
     log_p = numeric_columns("emo_loss", logits, kernel) - log_normalizer(logits)[..., None]
     p = jnp.exp(log_p)
-    similarity = jnp.take(kernel.gram, jnp.argmax(match, axis=-1), axis=0)
+    similarity = jnp.take(lax.stop_gradient(kernel.gram), jnp.argmax(match, axis=-1), axis=0)
     text = 1.0 - jnp.sum(p, axis=-1)
     return at_numeric(jnp.sum(p * (1.0 - similarity), axis=-1) + text, match)

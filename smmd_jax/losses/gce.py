@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from smmd_jax.losses.cross_entropy import log_normalizer
-from smmd_jax.operands import Vocabulary, at_numeric, full_operands, numeric_columns, target_values
+from smmd_jax.operands import Vocabulary, at_numeric, full_operands, numeric_columns, value_differences
 
 
 def gce_loss(
@@ -52,7 +52,7 @@ def gce_loss(
     if not sigma > 0 or not boost > 0:
         raise ValueError(f"gce_loss: sigma and boost must be positive, got sigma={sigma!r} and boost={boost!r}.")
     logits, match = full_operands("gce_loss", logits, targets, kernel, mask)
-    distance = (kernel.values - target_values(match, kernel)[..., None]) / sigma
+    distance = value_differences(match, kernel) / sigma
     log_weight = -0.5 * jnp.square(distance) + jnp.where(match, jnp.log(boost), 0.0)
     weight = jax.nn.softmax(log_weight, axis=-1)
     expected = jnp.sum(weight * numeric_columns("gce_loss", logits, kernel), axis=-1)

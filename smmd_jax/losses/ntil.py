@@ -14,7 +14,7 @@ from smmd_jax.losses.digit_runs import (
     check_sequence,
     over_sequences,
 )
-from smmd_jax.operands import Vocabulary, numeric_operands
+from smmd_jax.operands import Vocabulary, absolute, numeric_operands
 
 _PLACE_WEIGHT = 1.2
 _TEMPERATURE = 0.1
@@ -172,12 +172,12 @@ def _number_errors(
     difference = scaled(digit - target) + _scaled_variation(variation, power, runs)
     one = _power_of_ten(-power)
     larger = jnp.maximum(scaled(digit) + _scaled_variation(variation, power, runs), scaled(target)) + one
-    rel = jnp.abs(difference) / larger
+    rel = absolute(difference) / larger
 
     # (min + 1) / (max + 1) = 1 - rel: exact for near numbers, where the logarithms would cancel.
     is_near = rel < 0.5
     near = -jnp.log1p(-jnp.where(is_near, rel, 0.0))
-    return rel, jnp.where(is_near, near, jnp.abs(log_x - log_y))
+    return rel, jnp.where(is_near, near, absolute(log_x - log_y))
 
 
 def _log_of_number(digits, variation, runs):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from smmd_jax.operands import Vocabulary, at_numeric, numeric_operands, target_values
+from smmd_jax.operands import Vocabulary, absolute, at_numeric, numeric_operands, value_differences
 
 
 def ntl_was_loss(
@@ -49,7 +49,7 @@ def ntl_was_loss(
 
 
 def was_columns(scores: Float[Array, "*batch N"], match: Bool[Array, "*batch N"], kernel: Vocabulary):
-    distance = jnp.abs(kernel.values - target_values(match, kernel)[..., None])
+    distance = jnp.abs(value_differences(match, kernel))
     return at_numeric(jnp.sum(jax.nn.softmax(scores, axis=-1) * distance, axis=-1), match)
 
 
@@ -153,8 +153,7 @@ def ntl_huber_loss(
 
 def _of_expected_error(element: Callable[[Array], Array], scores, match, kernel):
     """An element-wise loss of the expected error sum_j p_j (v_j - y): taken so, it keeps its digits near 0."""
-    difference = kernel.values - target_values(match, kernel)[..., None]
-    error = jnp.sum(jax.nn.softmax(scores, axis=-1) * difference, axis=-1)
+    error = jnp.sum(jax.nn.softmax(scores, axis=-1) * value_differences(match, kernel), axis=-1)
     # A dead row's error is 0 before the element-wise loss, so that no infinity meets the mask.
     return at_numeric(element(at_numeric(error, match)), match)
 
@@ -164,7 +163,7 @@ def mse_columns(scores, match, kernel):
 
 
 def mae_columns(scores, match, kernel):
-    return _of_expected_error(jnp.abs, scores, match, kernel)
+    return _of_expected_error(absolute, scores, match, kernel)
 
 
 def huber_columns(scores, match, kernel, delta: float = 1.0):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from smmd_jax.losses.digit_runs import check_digits, check_segment_ids, check_sequence, over_sequences
-from smmd_jax.operands import Vocabulary, numeric_operands
+from smmd_jax.operands import Vocabulary, absolute, numeric_operands
 
 
 def number_level_loss(
@@ -57,8 +57,9 @@ def number_level_columns(scores, match, kernel, *, segment_ids=None):
         scale = jnp.power(10.0, (runs.place - runs.largest_place(runs.is_digit)).astype(jnp.float32))
         difference = runs.sum_over_run(scale * jnp.sum(p * (digits - target[:, None]), axis=-1))
         total = runs.sum_over_run(scale * (p @ digits + target))
-        is_positive = total > 0
-        error = jnp.where(is_positive, jnp.abs(difference) / jnp.where(is_positive, total, 1.0), 0.0)
+        # Not total > 0: NaN must stay NaN.
+        has_value = total != 0
+        error = jnp.where(has_value, absolute(difference) / jnp.where(has_value, total, 1.0), 0.0)
         return runs.mean_over_samples(error, runs.is_first)
 
     return over_sequences(of_one, scores, match, segment_ids)
