@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smmd_jax.kernels import NumericKernel
 from smmd_jax.losses.cross_entropy import cross_entropy_loss
+from smmd_jax.losses.smmd import zeros_varying_like
 from smmd_jax.losses.table import LossSpec, find_loss
 from smmd_jax.operands import (
     Vocabulary,
@@ -151,11 +152,11 @@ def _loss_sums(loss, chunk, hidden, head, targets, kernel, weights):
 
 def _loss_sums_forward(loss, chunk, hidden, head, targets, kernel, weights):
     sums, gradients = _scan_chunks(loss, chunk, hidden, head, targets, kernel, weights, with_gradients=True)
-    return sums, (gradients, hidden, head, targets, kernel, weights)
+    return sums, (gradients, hidden, head, kernel)
 
 
 def _loss_sums_backward(loss, chunk, residuals, cotangents):
-    gradients, hidden, head, targets, kernel, weights = residuals
+    gradients, hidden, head, kernel = residuals
     of_ce, of_numeric = cotangents
     hidden_of_ce, hidden_of_numeric, head_of_ce, head_of_numeric = gradients
     by_hidden = of_ce * hidden_of_ce + of_numeric * hidden_of_numeric
@@ -164,8 +165,13 @@ def _loss_sums_backward(loss, chunk, residuals, cotangents):
         by_head = by_head + of_numeric * head_of_numeric
     else:
         by_head = by_head.at[:, kernel.token_ids].add(of_numeric * head_of_numeric, unique_indices=True)
-    zeros = lambda tree: jax.tree.map(_zero_cotangent, tree)
-    return by_hidden.astype(hidden.dtype), by_head.astype(head.dtype), zeros(targets), zeros(kernel), zeros(weights)
+    return _summed_like(hidden, by_hidden), _summed_like(head, by_head), None, None, None
+
+
+def _summed_like(operand, cotangent):
+    """Sum a cotangent over the mesh axes of `shard_map` over which its operand is one and the same; round it last."""
+    _, sum_over_axes = jax.vjp(lambda operand: operand.astype(jnp.float32) + cotangent, operand)
+    return sum_over_axes(cotangent)[0]
 
 
 _loss_sums.defvjp(_loss_sums_forward, _loss_sums_backward)
@@ -206,12 +212,12 @@ def _scan_chunks(loss, chunk, hidden, head, targets, kernel, weights, *, with_gr
             head_gradients.append(total + product("rd,rv->dv", hidden, delta))
         return ((sums[0] + ce, sums[1] + numeric), tuple(head_gradients)), tuple(by_hidden)
 
-    zero = jnp.zeros((), jnp.float32)
+    zeros = lambda *shape: zeros_varying_like(shape, *jax.tree.leaves((operands, head, kernel)))
     by_head = ()
     if with_gradients:
         widths = (head.shape[1], head.shape[1] if spec.columns is None else columns.shape[1])
-        by_head = tuple(jnp.zeros((depth, width), jnp.float32) for width in widths)
-    (sums, by_head), by_hidden = lax.scan(of_chunk, ((zero, zero), by_head), operands)
+        by_head = tuple(zeros(depth, width) for width in widths)
+    (sums, by_head), by_hidden = lax.scan(of_chunk, ((zeros(), zeros()), by_head), operands)
     by_hidden = tuple(part.reshape(-1, depth)[:rows].reshape(hidden.shape) for part in by_hidden)
     return sums, by_hidden + by_head
 
@@ -261,8 +267,3 @@ def _checked(name, hidden, head, targets, kernel, loss, mask):
     hidden, targets, mask = check_operands(name, hidden, targets, mask, what="hidden", last="D")
     return spec, hidden, check_head(name, hidden, head, kernel), targets, mask
 
-
-def _zero_cotangent(leaf):
-    if jnp.issubdtype(leaf.dtype, jnp.inexact):
-        return jnp.zeros_like(leaf)
-    return jnp.zeros(leaf.shape, jax.dtypes.float0)

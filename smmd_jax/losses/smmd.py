@@ -312,15 +312,26 @@ def _scan_numeric_rows(source, columns, target, form, *, with_gradient: bool):
         return (value, gradient) if with_gradient else (value,)
 
     def skip(index):
-        # A zero made of the operands: shard_map wants both branches to vary over the same axes of the mesh.
-        zero = jnp.where(index[0] < 0, source[0, 0].astype(jnp.float32) + form[0, 0], 0.0)
-        return (jnp.full(block, zero), jnp.full((block, size), zero)) if with_gradient else (jnp.full(block, zero),)
+        zeros = lambda *shape: zeros_varying_like(shape, source, columns, index, form)
+        return (zeros(block), zeros(block, size)) if with_gradient else (zeros(block),)
 
     def of_block(index):
         return lax.cond(index[0] < rows, compute, skip, index)
 
     parts = lax.map(of_block, index.reshape(-1, block))
     return index, tuple(part.reshape(-1, *part.shape[2:]) for part in parts)
+
+
+def zeros_varying_like(shape: tuple[int, ...], *operands: Array) -> Float[Array, "..."]:
+    """Float32 zeros that vary over the mesh axes of all operands, as what is computed from them does.
+
+    `shard_map` compares the two at the edges of a loop. The operands are named, never read: select drops even NaN.
+    """
+    zero = jnp.zeros((), jnp.float32)
+    for operand in operands:
+        corner = operand[(slice(0, 1),) * operand.ndim]
+        zero = jnp.where(False, jnp.sum(corner).astype(jnp.float32), zero)
+    return jnp.broadcast_to(zero, shape)
 
 
 def _on_numeric_rows(function, scores, match):
