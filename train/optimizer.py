@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import jax
 import optax
+import optax.contrib
 
 Schedule = Callable[[int], float]
 
@@ -33,6 +34,35 @@ def _sgd(learning_rate: Schedule, weight_decay: float) -> optax.GradientTransfor
     return optax.chain(optax.add_decayed_weights(weight_decay, _matrices), optax.sgd(learning_rate))
 
 
+def _muon(learning_rate: Schedule, weight_decay: float) -> optax.GradientTransformation:
+    """Muon for the matrices of the layers, AdamW for embedding, head and vectors, at one learning rate."""
+    matrices = optax.chain(
+        # Named, since optax 0.2.8 cannot find the matrices by itself inside a partition.
+        optax.contrib.scale_by_muon(weight_dimension_numbers=_all_matrices),
+        optax.stateless(_scale_to_adam),
+        optax.add_decayed_weights(weight_decay),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    return optax.partition({"layer": matrices, "other": _adamw(learning_rate, weight_decay)}, _layer_matrices)
+
+
+def _scale_to_adam(updates, parameters):
+    """Give orthogonal updates the size of Adam's, 0.2 an entry: Liu et al., Muon is Scalable, 2025, equation 4."""
+    return jax.tree.map(lambda update: update * (0.2 * max(update.shape) ** 0.5), updates)
+
+
+def _all_matrices(parameters):
+    return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(), parameters)
+
+
+def _layer_matrices(parameters):
+    def label(path, leaf):
+        in_layer = any(getattr(key, "key", None) == "layers" for key in path)
+        return "layer" if in_layer and leaf.ndim == 2 else "other"
+
+    return jax.tree_util.tree_map_with_path(label, parameters)
+
+
 def _decay_by_schedule(learning_rate: Schedule, weight_decay: float) -> optax.GradientTransformation:
     """update - learning_rate * weight_decay * parameter, after another transformation."""
     scaled = optax.chain(
@@ -54,6 +84,7 @@ OPTIMIZERS: dict[str, Callable[[Schedule, float], optax.GradientTransformation]]
     "adamw": _adamw,
     "adafactor": _adafactor,
     "lion": _lion,
+    "muon": _muon,
     "sgd": _sgd,
 }
 
