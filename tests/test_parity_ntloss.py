@@ -25,7 +25,7 @@ TOLERANCE = 1e-6
 def packages():
     """torch, transformers and ntloss, none of which is needed to collect this file."""
     names = ("torch", "transformers", "ntloss")
-    return types.SimpleNamespace(**{name: pytest.importorskip(name, exc_type=ImportError) for name in names})
+    return types.SimpleNamespace(**{name: pytest.importorskip(name) for name in names})
 
 
 def make_tokenizer(packages, numbers):
