@@ -297,6 +297,10 @@ def make_numeric_kernel(
     elif not _is_number(alpha) or not math.isfinite(alpha) or alpha < 0:
         raise ValueError(f"make_numeric_kernel: alpha must be finite and at least 0, got {alpha!r}.")
     form = TERMS[terms](gram, float(alpha))
+    with np.errstate(over="ignore"):
+        stored = np.asarray(form, np.float32)
+    if not np.isfinite(stored).all():
+        raise ValueError(f"make_numeric_kernel: the kernel with alpha={alpha!r} leaves the range of float32.")
     as_float32 = lambda array: jnp.asarray(np.asarray(array, np.float32))
     return NumericKernel(vocab=vocab, gram=as_float32(gram), alpha=as_float32(alpha), form=as_float32(form))
 

@@ -5,7 +5,9 @@ Checks look at shapes and dtypes, never at values: they cost nothing under jit a
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -28,14 +30,34 @@ def check_mask(where: str, mask: Any, shape: tuple[int, ...]) -> None:
         raise TypeError(f"{where}: mask must be boolean (true where it counts), got {mask.dtype}; pass mask != 0.")
 
 
+def as_token_ids(what: str, targets: Any) -> Int[Array, "*batch"]:
+    """Convert token ids to int32; what int32 cannot hold stays outside every vocabulary instead of wrapping into it.
+
+    Narrow ids are widened: compared with the vocabulary's width in uint8, that width itself would wrap.
+    """
+    if not isinstance(targets, jax.Array):
+        targets = np.asarray(targets)
+        if targets.dtype.kind in "iu" and targets.dtype.itemsize == 8:
+            targets = np.clip(targets, -1, 2**31 - 1)
+    check_targets_dtype(what, targets)
+    return jnp.asarray(targets).astype(jnp.int32)
+
+
+def check_positive(where: str, **numbers: float) -> None:
+    """Refuse a parameter that float32 would hold as 0, infinity or NaN."""
+    for name, number in numbers.items():
+        is_number = isinstance(number, int | float | np.integer | np.floating) and not isinstance(number, bool)
+        if not is_number or not 0 < np.float32(min(number, 1e39)) < np.inf:
+            raise ValueError(f"{where}: {name} must be a positive finite float32 number, got {number!r}.")
+
+
 def check_operands(
     name: str, scores: Any, targets: Any, mask: Any, *, what: str = "logits", last: str = "V"
 ) -> tuple[Float[Array, "*batch V"], Int[Array, "*batch"], Bool[Array, "*batch"] | None]:
     """Convert the operands of a loss to arrays and check that they fit one another."""
-    scores, targets = jnp.asarray(scores), jnp.asarray(targets)
+    scores, targets = jnp.asarray(scores), as_token_ids(f"{name}: targets", targets)
     if not jnp.issubdtype(scores.dtype, jnp.floating):
         raise TypeError(f"{name}: {what} must be floating point, got dtype {scores.dtype}.")
-    check_targets_dtype(f"{name}: targets", targets)
     if scores.ndim == 0 or scores.shape[:-1] != targets.shape:
         raise ValueError(
             f"{name}: {what} must be [..., {last}] and targets [...], got {scores.shape} and {targets.shape}; "

@@ -54,4 +54,4 @@ def mean_from(
       (Array(2., dtype=float32), Array(0., dtype=float32))
     """
     sum, count = jnp.asarray(sum, jnp.float32), jnp.asarray(count)
-    return jnp.where(count > 0, sum, 0.0) / jnp.maximum(count, 1).astype(jnp.float32)
+    return jnp.where(count > 0, sum, 0.0) / jnp.where(count > 0, count, 1).astype(jnp.float32)

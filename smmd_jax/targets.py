@@ -8,7 +8,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from smmd_jax.errors import TokenRangeError
-from smmd_jax.operands import Vocabulary, check_mask, check_targets_dtype, match_targets
+from smmd_jax.operands import (
+    Vocabulary,
+    as_token_ids,
+    check_mask,
+    check_targets_dtype,
+    check_vocabulary,
+    match_targets,
+)
 
 
 def shift_targets(
@@ -114,8 +121,8 @@ def numeric_mask(
       >>> numeric_mask(jnp.array([5, 6, 0]), make_numeric_vocab({"7": 5, "8": 6}))
       Array([ True,  True, False], dtype=bool)
     """
-    targets = jnp.asarray(targets)
-    check_targets_dtype("numeric_mask: targets", targets)
+    check_vocabulary("numeric_mask", kernel)
+    targets = as_token_ids("numeric_mask: targets", targets)
     if mask is not None:
         mask = jnp.asarray(mask)
         check_mask("numeric_mask", mask, targets.shape)

@@ -94,6 +94,6 @@ def _low_precision_nll_jvp(primals, tangents):
     nll = normalizer - _target_logits(logits, targets)
     # Without the barrier XLA shares the forward's exponentials and so keeps them, in float32.
     normalizer, logits = lax.optimization_barrier((normalizer, logits))
-    is_target = lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
+    is_target = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == targets[..., None]
     residual = jnp.exp(logits.astype(jnp.float32) - normalizer[..., None]) - is_target
     return nll, jnp.sum(residual * tangents[0].astype(jnp.float32), axis=-1)

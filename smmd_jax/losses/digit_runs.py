@@ -82,10 +82,12 @@ def find_digit_runs(is_digit: Bool[Array, "T"], segment_ids: Int[Array, "T"] | N
 
 def check_digits(name: str, kernel: Vocabulary) -> None:
     """Place values only make sense for single digits."""
-    count = kernel.token_ids.shape[0]
-    if count != 10:
+    count, report = kernel.token_ids.shape[0], kernel.vocab.report
+    digits = (report.smallest_value, report.largest_value, report.distinct_values) == (0, 9, 10)
+    if count != 10 or not digits:
         raise ValueError(
-            f"{name}: reads numbers digit by digit and needs the ten digits, got N = {count} numeric tokens; "
+            f"{name}: reads numbers digit by digit and needs the ten digits, got N = {count} numeric tokens "
+            f"from {report.smallest_value:g} to {report.largest_value:g}; "
             "make the vocabulary with policy='digits'."
         )
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from smmd_jax.losses.cross_entropy import log_normalizer
-from smmd_jax.operands import Vocabulary, at_numeric, full_operands, numeric_columns, value_differences
+from smmd_jax.operands import Vocabulary, at_numeric, check_positive, full_operands, numeric_columns, value_differences
 
 
 def dist2_loss(
@@ -41,10 +41,12 @@ def dist2_loss(
     References:
       Chung et al., "Teaching Metric Distance to Discrete Autoregressive Language Models", 2025, arXiv 2503.02379.
     """
-    if not tau > 0:
-        raise ValueError(f"dist2_loss: tau must be positive, got {tau!r}.")
+    check_positive("dist2_loss", tau=tau)
     logits, match = full_operands("dist2_loss", logits, targets, kernel, mask)
     squared = jnp.square(value_differences(match, kernel))
     log_d = jax.nn.log_softmax(-squared / tau, axis=-1)
     log_p = numeric_columns("dist2_loss", logits, kernel) - log_normalizer(logits)[..., None]
-    return at_numeric(jnp.sum(jnp.exp(log_d) * (log_d - log_p), axis=-1), match)
+    d = jnp.exp(log_d)
+    # 0 log 0 = 0, also where a far token is banned with -inf.
+    terms = d * jnp.where(d > 0, log_d - log_p, 0.0)
+    return at_numeric(jnp.sum(terms, axis=-1), match)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from smmd_jax.losses.cross_entropy import log_normalizer
-from smmd_jax.operands import Vocabulary, at_numeric, full_operands, numeric_columns, value_differences
+from smmd_jax.operands import Vocabulary, at_numeric, check_positive, full_operands, numeric_columns, value_differences
 
 
 def gce_loss(
@@ -49,11 +49,12 @@ def gce_loss(
       Wang et al., "Token-Mol 1.0: tokenized drug design with large language models", Nature Communications 2025,
       arXiv 2407.07930 (Gaussian cross entropy).
     """
-    if not sigma > 0 or not boost > 0:
-        raise ValueError(f"gce_loss: sigma and boost must be positive, got sigma={sigma!r} and boost={boost!r}.")
+    check_positive("gce_loss", sigma=sigma, boost=boost)
     logits, match = full_operands("gce_loss", logits, targets, kernel, mask)
     distance = value_differences(match, kernel) / sigma
     log_weight = -0.5 * jnp.square(distance) + jnp.where(match, jnp.log(boost), 0.0)
     weight = jax.nn.softmax(log_weight, axis=-1)
-    expected = jnp.sum(weight * numeric_columns("gce_loss", logits, kernel), axis=-1)
+    columns = numeric_columns("gce_loss", logits, kernel)
+    # A weight that underflows to 0 must not meet the -inf of a banned token.
+    expected = jnp.sum(weight * jnp.where(weight > 0, columns, 0.0), axis=-1)
     return at_numeric(log_normalizer(logits) - expected, match)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from smmd_jax.operands import Vocabulary, absolute, at_numeric, numeric_operands, value_differences
+from smmd_jax.operands import Vocabulary, absolute, at_numeric, check_positive, numeric_operands, value_differences
 
 
 def ntl_was_loss(
@@ -145,8 +145,7 @@ def ntl_huber_loss(
       Zausinger et al., "Regress, Don't Guess", ICML 2025, arXiv 2411.02083 (NTL with any element-wise loss).
       Huber, "Robust Estimation of a Location Parameter", 1964.
     """
-    if not delta > 0:
-        raise ValueError(f"ntl_huber_loss: delta must be positive, got {delta!r}.")
+    check_positive("ntl_huber_loss", delta=delta)
     scores, match = numeric_operands("ntl_huber_loss", logits, targets, kernel, mask)
     return huber_columns(scores, match, kernel, delta)
 
