@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from smmd_jax import LOSSES, LossSpec, cross_entropy_loss, numeric_mask
 from smmd_jax.operands import live_rows, match_targets
@@ -72,9 +72,8 @@ class Objective:
     def counts(self, batch: Batch, kernel: Any) -> Counts:
         """Count over the whole batch, before it is cut into micro-batches."""
         numeric = numeric_mask(batch.targets, kernel, mask=batch.target_mask)
-        first = jnp.pad(batch.segment_ids, ((0, 0), (1, 0)))[:, :-1]
-        samples = (batch.segment_ids != 0) & (batch.segment_ids != first)
-        return Counts(*(jnp.sum(mask, dtype=jnp.int32) for mask in (batch.target_mask, numeric, samples)))
+        starts = _sample_starts(batch)
+        return Counts(*(jnp.sum(mask, dtype=jnp.int32) for mask in (batch.target_mask, numeric, starts)))
 
     def sums(self, model: Any, hidden: Float[Array, "B T D"], batch: Batch, kernel: Any) -> Sums:
         """Sum the losses of a batch or micro-batch, given its hidden states; differentiable."""
@@ -98,7 +97,7 @@ class Objective:
             losses = self.spec.columns(live_rows(scores, match.any(-1)), match, kernel, **options)
         if self.spec.needs == "sequence":
             # Per row comes the mean over its samples; the sum over samples does not depend on how rows were packed.
-            return losses * _samples_of_rows(batch)
+            return losses * jnp.sum(_sample_starts(batch), axis=-1)
         return losses
 
     def coefficients(self, counts: Counts, sums: Sums | None = None) -> Sums:
@@ -137,9 +136,9 @@ class Objective:
         return counts.samples if self.spec.needs == "sequence" else counts.numeric
 
 
-def _samples_of_rows(batch: Batch) -> Int[Array, "B"]:
+def _sample_starts(batch: Batch) -> Bool[Array, "B T"]:
     before = jnp.pad(batch.segment_ids, ((0, 0), (1, 0)))[:, :-1]
-    return jnp.sum((batch.segment_ids != 0) & (batch.segment_ids != before), axis=-1)
+    return (batch.segment_ids != 0) & (batch.segment_ids != before)
 
 
 def make_objective(loss: str, *, weight: float | None = None, normalize_by: str = "numeric") -> Objective:

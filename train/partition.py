@@ -8,7 +8,7 @@ import jax
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-MESH_AXES = ("data", "fsdp", "tensor")
+from train.config import MESH_AXES
 
 
 def make_mesh(sizes: Mapping[str, int] | None = None, devices: list[jax.Device] | None = None) -> Mesh:
