@@ -7,3 +7,7 @@ class TokenizerError(ValueError):
 
 class TokenRangeError(ValueError):
     """A token id lies outside the vocabulary or beyond the width of a head."""
+
+
+class CheckpointError(ValueError):
+    """A folder that does not hold the model it should: its config, its tensors or their files."""

@@ -6,6 +6,8 @@ from smmd_jax.backbones.decoder import Decoder
 from smmd_jax.backbones.presets import PRESETS
 from smmd_jax.backbones.rope import RopeConfig
 from smmd_jax.backbones.sharding import SHARDING_RULES, parameter_shardings
+from smmd_jax.backbones.weights import load_pretrained, save_pretrained
+from smmd_jax.backbones.stack import REMAT, stack_layers, unstack_layers
 
 # model_type of config.json -> port
 BACKBONES = {
@@ -22,10 +24,15 @@ BACKBONES = {
 __all__ = [
     "BACKBONES",
     "PRESETS",
+    "REMAT",
     "SHARDING_RULES",
     "Cache",
     "Decoder",
     "DecoderConfig",
     "RopeConfig",
+    "load_pretrained",
     "parameter_shardings",
+    "save_pretrained",
+    "stack_layers",
+    "unstack_layers",
 ]
