@@ -66,7 +66,7 @@ def _smollm3_layers(fields: Mapping[str, Any]) -> dict[str, Any]:
     count, interval = fields["num_hidden_layers"], fields.get("no_rope_layer_interval", 4)
     listed = fields.get("no_rope_layers")
     # Despite its name the list says 1 where a layer has rope.
-    rope = tuple(bool(one) for one in listed) if listed else tuple((layer + 1) % interval != 0 for layer in range(count))
+    rope = tuple(map(bool, listed or [(layer + 1) % interval != 0 for layer in range(count)]))
     window = fields.get("sliding_window") if fields.get("use_sliding_window", False) else None
     windows = _sliding({**fields, "layer_types": None} if window is None else fields, window, lambda i: not rope[i])
     return {"rope_layers": None if all(rope) else rope, **windows}
@@ -78,7 +78,7 @@ def _ministral_layers(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _ministral3_queries(fields: Mapping[str, Any]) -> dict[str, Any]:
     if not (fields.get("rope_parameters") or fields.get("rope_scaling")):
-        raise CheckpointError("the config has neither rope_parameters nor rope_scaling: ministral3 scales its positions")
+        raise CheckpointError("the config has neither rope_parameters nor rope_scaling, and ministral3 needs one")
     rope = _rope_entries(fields)
     beta = rope.get("llama_4_scaling_beta") or 0.0
     scaled = {} if not beta else {

@@ -77,7 +77,7 @@ def open_folder(folder: str | Path) -> TensorFiles:
         weight_map, files = None, [SINGLE_NAME]
     else:
         pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
-        hint = f" ({', '.join(pickles)} are pickles, which are never read: convert them to safetensors)" if pickles else ""
+        hint = f"; pickles ({', '.join(pickles)}) are never read: convert them to safetensors" if pickles else ""
         raise CheckpointError(f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}{hint}")
     tensors: dict[str, Tensor] = {}
     faults = []
@@ -101,7 +101,7 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         weight_map = content["weight_map"]
-        plain = isinstance(weight_map, dict) and weight_map and all(isinstance(file, str) for file in weight_map.values())
+        plain = isinstance(weight_map, dict) and weight_map and {type(file) for file in weight_map.values()} == {str}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is not an index of shards: {error!r}") from error
     if not plain:
@@ -120,7 +120,7 @@ def _read_header(folder: Path, file: str) -> dict[str, Tensor]:
     tensors, odd = {}, {}
     try:
         with safe_open(path, framework="numpy") as opened:
-            for name in opened.keys():  # noqa: SIM118: safe_open is no mapping
+            for name in opened.offset_keys():
                 block = opened.get_slice(name)
                 kind = block.get_dtype()
                 if kind in _PLAIN_TYPES:
@@ -138,7 +138,9 @@ def _read_header(folder: Path, file: str) -> dict[str, Tensor]:
     return tensors
 
 
-def plan_files(tensors: Mapping[str, tuple[tuple[int, ...], np.dtype]], *, max_bytes: int = _MAX_SHARD_BYTES) -> dict[str, str]:
+def plan_files(
+    tensors: Mapping[str, tuple[tuple[int, ...], np.dtype]], *, max_bytes: int = _MAX_SHARD_BYTES
+) -> dict[str, str]:
     """Return tensor name -> file name: one file, or shards of at most `max_bytes` (one tensor may exceed it)."""
     shards: list[list[str]] = [[]]
     size = 0

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import Mesh, Sharding
 from jaxtyping import DTypeLike
 
 from smmd_jax.backbones.config import DecoderConfig
@@ -233,7 +233,10 @@ def _as_source(leaves, config: DecoderConfig, folder: Path):
         tensors[head] = (embedding, sources[embedding], 0, files.tensors[head].dtype)
     planned = {name: tensor.file for name, tensor in files.tensors.items() if name in tensors}
     companions = {
-        path.name: path.read_bytes() for pattern in _COMPANIONS for path in sorted(folder.glob(pattern)) if path.is_file()
+        path.name: path.read_bytes()
+        for pattern in _COMPANIONS
+        for path in sorted(folder.glob(pattern))
+        if path.is_file()
     }
     index = folder / INDEX_NAME
     metadata = json.loads(index.read_text(encoding="utf-8")).get("metadata", {}) if index.is_file() else {}
