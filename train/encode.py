@@ -44,7 +44,7 @@ def encode(example: Example, tokenizer: Tokenizer) -> tuple[Int[np.ndarray, "L"]
       >>> supervised
       array([False, False, False, False,  True,  True])
     """
-    prompt, answer = tokenizer.encode(example.prompt), tokenizer.encode(example.answer)
+    prompt, answer = tokenizer.encode_prompt(example.prompt), tokenizer.encode(example.answer)
     ids, prompt_length = _join(example.key, prompt, answer, tokenizer)
     return np.array(ids, np.int32), np.arange(len(ids)) >= prompt_length
 
@@ -178,7 +178,7 @@ def _encode_all(source: Source, tokenizer: Tokenizer, max_length: int) -> Encode
     for first in range(0, len(source), _READ_AT_ONCE):
         indices = range(first, min(first + _READ_AT_ONCE, len(source)))
         examples = read_many(indices)
-        prompts = tokenizer.encode_batch([example.prompt for example in examples])
+        prompts = tokenizer.encode_prompts([example.prompt for example in examples])
         answers = tokenizer.encode_batch([example.answer for example in examples])
         chunk: list[int] = []
         for index, example, prompt, answer in zip(indices, examples, prompts, answers, strict=True):

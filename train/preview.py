@@ -42,6 +42,7 @@ def show_examples(run: Run, count: int = 3) -> str:
     source = run.source(run.task.train_split)
     numbers = set(np.asarray(run.kernel.token_ids).tolist())
     blocks = ["examples (p prompt, a answer, N numeric target, . ignored: not a target)"]
+    special_names = {token: name for name, token in run.tokenizer.special_ids.items()}
     for index in range(min(count, len(source))):
         ids, supervised = encode(source[index], run.tokenizer)
         pieces = []
@@ -49,7 +50,7 @@ def show_examples(run: Run, count: int = 3) -> str:
             role = "ignored" if place == 0 else "prompt"
             if is_answer:
                 role = "number" if token in numbers else "answer"
-            text = "<eos>" if token == run.tokenizer.eos_id else run.tokenizer.decode([token])
+            text = special_names.get(token) or run.tokenizer.decode([token])
             pieces.append((text.replace("\n", "\\n").replace(" ", "\u00b7"), MARKS[role]))
         widths = [max(len(text), 1) for text, _ in pieces]
         blocks.append(

@@ -57,7 +57,7 @@ def make_prompt_batches(
         )
     chosen = [source[index] for index in range(count)]
     by_width: dict[int, list[tuple[Example, list[int]]]] = {}
-    for example, ids in zip(chosen, tokenizer.encode_batch([example.prompt for example in chosen]), strict=True):
+    for example, ids in zip(chosen, tokenizer.encode_prompts([example.prompt for example in chosen]), strict=True):
         if not ids or (max_length is not None and len(ids) > max_length):
             raise DataError(f"Example {example.key} has a prompt of {len(ids)} tokens; 1 to {max_length} are possible.")
         width = max(_SMALLEST_WIDTH, 1 << (len(ids) - 1).bit_length())

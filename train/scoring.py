@@ -43,13 +43,13 @@ def answer_prompts(
                 batch.input_ids,
                 attention_mask=batch.attention_mask,
                 max_new_tokens=max_new_tokens,
-                eos_ids=(tokenizer.eos_id,),
+                eos_ids=tokenizer.eos_ids,
                 pad_id=tokenizer.pad_id,
             )
         )
         # Rows past the examples only fill the shape.
         for example, row in zip(batch.examples, tokens[: len(batch.examples)].tolist(), strict=True):
-            end = row.index(tokenizer.eos_id) if tokenizer.eos_id in row else len(row)
+            end = next((place for place, token in enumerate(row) if token in tokenizer.eos_ids), len(row))
             answers.append((example, tokenizer.decode(row[:end])))
     return answers
 

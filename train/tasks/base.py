@@ -49,6 +49,8 @@ class Task:
       variants: every value of `variant`, the default first.
       grader: row of `train.graders.GRADERS`.
       defaults: overrides of the training defaults for the default run of this task.
+      chat: whether a question is put to the model in its chat template, as one message of the user; needs a model that
+        has one.
       make_source: ``make_source(split, *, data_dir=None, seed=0, variant=variants[0]) -> Source``.
     """
 
@@ -61,3 +63,4 @@ class Task:
     grader: str
     defaults: Mapping[str, object]
     make_source: Callable[..., Source]
+    chat: bool = False
