@@ -89,6 +89,15 @@ def test_every_parameter_matches_exactly_one_rule(name):
         sharding.shard_shape(leaf.shape)
 
 
+def test_stacked_layers_are_split_like_layers_and_not_over_the_axis_of_layers():
+    mesh = make_mesh({"fsdp": 2, "tensor": 2})
+    config = dataclasses.replace(CONFIG, num_layers=2)
+    state = nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), scan_layers=True)))
+    stacked = parameter_shardings(state, mesh)["layers"]
+    alone = parameter_shardings(abstract_state(config), mesh)["layers"][1]
+    jax.tree.map(lambda many, one: np.testing.assert_equal(tuple(many.spec), (None, *one.spec)), stacked, alone)
+
+
 def test_dimensions_fall_back_one_by_one():
     mesh = make_mesh({"fsdp": 4, "tensor": 2})
     # 39 rows do not divide by 2; 30 columns not by 4; the mesh of the second case has no tensor axis.

@@ -12,6 +12,7 @@ from smmd_jax.backbones.config import DecoderConfig
 from smmd_jax.backbones.layer import DecoderLayer
 from smmd_jax.backbones.norm import RMSNorm
 from smmd_jax.backbones.rope import rope_rotation
+from smmd_jax.backbones.stack import REMAT, run_scanned, run_unrolled, stack_modules, unstack_modules
 
 
 def default_positions(
@@ -33,6 +34,18 @@ def default_positions(
     return real, jnp.clip(counts - 1 - before, 0)
 
 
+def _prompt(input_ids, attention_mask, positions, segment_ids) -> tuple[Tokens, Array]:
+    """Return the tokens of rows that start at column 0, and their positions."""
+    real, counted = default_positions(attention_mask, segment_ids, input_ids.shape)
+    tokens = Tokens(
+        columns=jnp.arange(input_ids.shape[1], dtype=jnp.int32),
+        real=real,
+        ranks=jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1,
+        segments=None if segment_ids is None else jnp.asarray(segment_ids),
+    )
+    return tokens, counted if positions is None else jnp.asarray(positions)
+
+
 def _check_arrays(config: DecoderConfig, input_ids, images, **others):
     if images is not None:
         raise ValueError(f"got images, but {config.model_type} is a text backbone: leave images out or load a VLM")
@@ -52,13 +65,23 @@ class Decoder(nnx.Module):
     """Predict the next token: the decoder of every text family, which its config tells apart.
 
     Inside, activations are flat [B * T, D]: on the CPU, XLA makes a transposed copy of each activation for the weight
-    gradients of [B, T, D] products, which costs more than the products. Layers are unrolled with parameters of
-    their own. The model holds parameters only: randomness (dropout) comes in by the call.
+    gradients of [B, T, D] products, which costs more than the products. The model holds parameters only: randomness
+    (dropout) comes in by the call.
 
     Args:
         config: sizes and choices.
         rngs: makes the initial parameters.
-        dtype, param_dtype: of the products, and of the stored parameters.
+        dtype, param_dtype: of the products and the residual stream, and of the stored parameters. Norms, rotation,
+            softmax and logits are float32 whatever these are.
+        scan_layers: False: layers are unrolled, with parameters of their own (layers/0/...). True: they are stacked
+            (layers/... with a leading axis of layers) and run in one scan, so that compilation does not grow with
+            the depth; `stack_layers` and `unstack_layers` go from one to the other. The results are equal. With a
+            cache, layers are taken out of the stack one by one: generation may copy the parameters once a token.
+        remat: what each layer keeps for its backward pass: "none": everything; "dots": products with weights; "full":
+            its input only.
+
+    Raises:
+        ValueError: an unknown `remat`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -71,16 +94,27 @@ class Decoder(nnx.Module):
         H. Touvron et al., LLaMA, 2023, section 2.2.
     """
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype=jnp.float32, param_dtype=jnp.float32):
-        self.config, self.dtype = config, dtype
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        rngs: nnx.Rngs,
+        dtype=jnp.float32,
+        param_dtype=jnp.float32,
+        scan_layers: bool = False,
+        remat: str = "none",
+    ):
+        if remat not in REMAT:
+            raise ValueError(f"remat {remat!r} is unknown, wanted one of {', '.join(REMAT)}")
+        self.config, self.dtype, self.scan_layers, self.remat = config, dtype, scan_layers, remat
         std = config.hidden_size**-0.5
         self.embed_tokens = nnx.Embed(
             config.vocab_size, config.hidden_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
             embedding_init=nnx.initializers.normal(std),
         )
-        self.layers = nnx.List(
-            [DecoderLayer(config, rngs=rngs, dtype=dtype, param_dtype=param_dtype) for _ in range(config.num_layers)]
-        )
+        dtypes = dict(dtype=dtype, param_dtype=param_dtype)
+        layers = [DecoderLayer(config, rngs=rngs, **dtypes) for _ in range(config.num_layers)]
+        self.layers = stack_modules(layers) if scan_layers else nnx.List(layers)
         self.norm = RMSNorm(config.hidden_size, config, rngs=rngs, param_dtype=param_dtype)
         if config.tied:
             self.lm_head = None
@@ -146,7 +180,22 @@ class Decoder(nnx.Module):
         _check_arrays(
             self.config, input_ids, images, attention_mask=attention_mask, positions=positions, segment_ids=segment_ids
         )
-        return self._prompt(input_ids, attention_mask, positions, segment_ids, rngs)[0]
+        tokens, positions = _prompt(input_ids, attention_mask, positions, segment_ids)
+        tables, choices, run = self._per_layer(input_ids.shape[0], positions, tokens, tokens)
+        keys = None
+        if rngs is not None and self.config.dropout:
+            keys = jax.random.split(rngs.dropout(), self.config.num_layers)
+
+        def without_cache(layer, flat, table, key):
+            return run(layer, flat, *table, rngs=None if key is None else nnx.Rngs(key))[0]
+
+        flat = self._embed(input_ids, tokens.real)
+        if self.scan_layers:
+            flat = run_scanned(self.layers, flat, tables, choices, keys, without_cache, remat=self.remat)
+        else:
+            rows = [[table[i] for table, i in zip(tables, row, strict=True)] for row in zip(*choices, strict=True)]
+            flat = run_unrolled(self.layers, flat, rows, keys, without_cache, remat=self.remat)
+        return self.norm(flat).reshape(*input_ids.shape, -1)
 
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
         """Return float32 logits of hidden states."""
@@ -185,8 +234,9 @@ class Decoder(nnx.Module):
         Raises:
             ValueError: fewer slots than columns.
         """
-        hidden, layers, real = self._prompt(input_ids, attention_mask, None, None, None)
-        return hidden, make_cache(layers, jnp.broadcast_to(real, input_ids.shape), slots)
+        tokens, positions = _prompt(input_ids, attention_mask, None, None)
+        hidden, layers = self._cached(input_ids, positions, tokens, tokens, past=None)
+        return hidden, make_cache(layers, jnp.broadcast_to(tokens.real, input_ids.shape), slots)
 
     def extend(self, input_ids: Int[Array, "B T"], cache: Cache) -> tuple[Float[Array, "B T D"], Cache]:
         """Return the hidden states of the tokens that follow those in the cache, and the cache with them.
@@ -201,52 +251,52 @@ class Decoder(nnx.Module):
         ranks = jax.lax.dynamic_slice(key_ranks, (0, cache.used), (batch, length))
         queries = Tokens(columns=columns, real=jnp.ones((batch, length), bool), ranks=ranks)
         keys = Tokens(columns=jnp.arange(slots, dtype=jnp.int32), real=real, ranks=key_ranks)
-        hidden, layers = self._layers(input_ids, ranks, queries, keys, past=cache, rngs=None)
+        hidden, layers = self._cached(input_ids, ranks, queries, keys, past=cache)
         new_keys, new_values = zip(*layers, strict=True)
         return hidden, Cache(keys=new_keys, values=new_values, real=real, used=cache.used + length)
 
-    def _prompt(self, input_ids, attention_mask, positions, segment_ids, rngs):
-        real, counted = default_positions(attention_mask, segment_ids, input_ids.shape)
-        positions = counted if positions is None else jnp.asarray(positions)
-        tokens = Tokens(
-            columns=jnp.arange(input_ids.shape[1], dtype=jnp.int32),
-            real=real,
-            ranks=jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1,
-            segments=None if segment_ids is None else jnp.asarray(segment_ids),
-        )
-        hidden, layers = self._layers(input_ids, positions, tokens, tokens, past=None, rngs=rngs)
-        return hidden, layers, real
+    def _cached(self, input_ids, positions, queries: Tokens, keys: Tokens, *, past: Cache | None):
+        """Return the hidden states and what each layer read, its keys and values."""
+        tables, choices, run = self._per_layer(input_ids.shape[0], positions, queries, keys)
+        flat = self._embed(input_ids, queries.real)
+        layers = unstack_modules(self.layers, self.config.num_layers) if self.scan_layers else self.layers
+        keys_values = []
+        for index, layer in enumerate(layers):
+            table = [entries[choice[index]] for entries, choice in zip(tables, choices, strict=True)]
+            cached = {} if past is None else dict(past=(past.keys[index], past.values[index]), offset=past.used)
+            flat, read = run(layer, flat, *table, **cached)
+            keys_values.append(read)
+        return self.norm(flat).reshape(*input_ids.shape, -1), keys_values
 
-    def _layers(self, input_ids, positions, queries: Tokens, keys: Tokens, *, past: Cache | None, rngs):
+    def _per_layer(self, batch: int, positions, queries: Tokens, keys: Tokens):
+        """Return the masks and the rotations, each made once, the number of each layer's own, and how a layer runs."""
         config = self.config
         layers = range(config.num_layers)
-        # Made once for all layers: one mask per window and one rotation per frequency table.
-        visible = {window: visible_keys(queries, keys, window) for window in {config.window_of(i) for i in layers}}
-        ropes = {config.rope_of(i) for i in layers} - {None}
-        rotations = {rope: rope_rotation(rope, config.head_dim, positions) for rope in ropes} | {None: None}
+        windows = list(dict.fromkeys(config.window_of(layer) for layer in layers))
+        ropes = list(dict.fromkeys(config.rope_of(layer) for layer in layers))
+        masks = [visible_keys(queries, keys, window) for window in windows]
+        rotations = [None if rope is None else rope_rotation(rope, config.head_dim, positions) for rope in ropes]
+        if self.scan_layers and len(ropes) > 1:  # one program for all layers: a layer without a rotation turns by 0
+            like = next(rotation for rotation in rotations if rotation is not None)
+            still = jnp.ones_like(like[0]), jnp.zeros_like(like[1])
+            rotations = [still if rotation is None else rotation for rotation in rotations]
         query_scale = None
         if config.query_scale_beta:
             steps = (positions // config.query_scale_length).astype(jnp.float32)
             query_scale = 1.0 + config.query_scale_beta * jnp.log1p(steps)
 
-        # What stands in the padding must not matter, not even an id that is none.
-        flat = self._embed(jnp.where(queries.real, input_ids, 0).reshape(-1))
-        keys_values = []
-        for index, layer in enumerate(self.layers):
-            flat, read = layer(
-                flat,
-                visible[config.window_of(index)],
-                rotations[config.rope_of(index)],
-                batch=input_ids.shape[0],
-                query_scale=query_scale,
-                past=None if past is None else (past.keys[index], past.values[index]),
-                offset=None if past is None else past.used,
-                rngs=rngs,
-            )
-            keys_values.append(read)
-        return self.norm(flat).reshape(*input_ids.shape, -1), keys_values
+        def run(layer, flat, visible, rotation, **options):
+            return layer(flat, visible, rotation, batch=batch, query_scale=query_scale, **options)
 
-    def _embed(self, ids: Int[Array, "tokens"]) -> Float[Array, "tokens D"]:
+        choices = (
+            [windows.index(config.window_of(layer)) for layer in layers],
+            [ropes.index(config.rope_of(layer)) for layer in layers],
+        )
+        return (masks, rotations), choices, run
+
+    def _embed(self, input_ids: Int[Array, "B T"], real: Array) -> Float[Array, "tokens D"]:
+        # What stands in the padding must not matter, not even an id that is none.
+        ids = jnp.where(real, input_ids, 0).reshape(-1)
         # NaN for an id outside [0, V): jax would take the nearest row, or count a negative id from the end.
         rows = self.embed_tokens.embedding[...].at[ids].get(
             mode="fill", fill_value=np.nan, wrap_negative_indices=False

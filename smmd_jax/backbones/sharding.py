@@ -9,20 +9,25 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 # Path pattern -> mesh axis per dimension. Heads, feed-forward and vocabulary lie over `tensor`, the other dimension of
 # each matrix over `fsdp`; `data` splits no parameter. Vectors as wide as the model are kept whole: they are small.
+_LAYER_RULES = (
+    (r"self_attn/[qkv]_proj/kernel", ("fsdp", "tensor")),
+    (r"self_attn/[qkv]_proj/bias", ("tensor",)),
+    (r"self_attn/o_proj/kernel", ("tensor", "fsdp")),
+    (r"self_attn/o_proj/bias", (None,)),
+    (r"self_attn/[qk]_norm/weight", (None,)),
+    (r"mlp/(gate|up)_proj/kernel", ("fsdp", "tensor")),
+    (r"mlp/(gate|up)_proj/bias", ("tensor",)),
+    (r"mlp/down_proj/kernel", ("tensor", "fsdp")),
+    (r"mlp/down_proj/bias", (None,)),
+    (r"(input|post_attention|pre_feedforward|post_feedforward)_layernorm/weight", (None,)),
+)
 DECODER_RULES = (
     (r"embed_tokens/embedding", ("tensor", "fsdp")),
     (r"lm_head/kernel", ("fsdp", "tensor")),
-    (r"layers/\d+/self_attn/[qkv]_proj/kernel", ("fsdp", "tensor")),
-    (r"layers/\d+/self_attn/[qkv]_proj/bias", ("tensor",)),
-    (r"layers/\d+/self_attn/o_proj/kernel", ("tensor", "fsdp")),
-    (r"layers/\d+/self_attn/o_proj/bias", (None,)),
-    (r"layers/\d+/self_attn/[qk]_norm/weight", (None,)),
-    (r"layers/\d+/mlp/(gate|up)_proj/kernel", ("fsdp", "tensor")),
-    (r"layers/\d+/mlp/(gate|up)_proj/bias", ("tensor",)),
-    (r"layers/\d+/mlp/down_proj/kernel", ("tensor", "fsdp")),
-    (r"layers/\d+/mlp/down_proj/bias", (None,)),
-    (r"layers/\d+/(input|post_attention|pre_feedforward|post_feedforward)_layernorm/weight", (None,)),
     (r"norm/weight", (None,)),
+    *((r"layers/\d+/" + pattern, axes) for pattern, axes in _LAYER_RULES),
+    # Stacked layers: the axis of layers is not split, every device scans over all of them.
+    *((r"layers/" + pattern, (None, *axes)) for pattern, axes in _LAYER_RULES),
 )
 
 # model_type -> rules
