@@ -14,6 +14,7 @@ from train.flags import Tables, check_names, check_values, flag_field, nearest, 
 
 MESH_AXES = ("data", "fsdp", "tensor")
 USAGE = "usage: python -m train.main --task=TASK [--flag=value ...]"
+_BACKBONE_FORM = (r".*[/\\].*|.*\.gguf|~.*|\.{1,2}", "a model folder, a .gguf file, or org/name of a hub")
 _FUNCTION_FORM = (r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", "package.module:function for a loss of your own")
 
 
@@ -34,7 +35,7 @@ class TrainConfig:
     data_dir: str = flag_field(
         "Folder of data sets that are not generated; empty: the task's own", "", resumable=True
     )
-    backbone: str = flag_field("Model to train", "tiny")
+    backbone: str = flag_field("Model to train", "tiny", other_form=_BACKBONE_FORM)
     dropout: float = flag_field("Share of activations dropped in training", 0.0, at_least=0, below=1)
     max_length: int = flag_field("Tokens in a packed row; longer examples are refused, never cut", 256, at_least=2)
     max_dropped_fraction: float = flag_field(

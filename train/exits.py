@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from absl import logging as absl_logging
 
-from smmd_jax.errors import TokenizerError, TokenRangeError
+from smmd_jax.errors import CheckpointError, TokenizerError, TokenRangeError
 from train.environment import redact
 
 
@@ -153,6 +153,8 @@ def exit_code_of(error: BaseException, *, process_count: int = 1) -> int:
         return error.exit_code
     if isinstance(error, TokenizerError | TokenRangeError):
         return DataError.exit_code
+    if isinstance(error, CheckpointError):
+        return CheckpointCorruptError.exit_code
     if isinstance(error, OSError) and error.errno in _STORAGE_ERRNOS:
         return StorageError.exit_code
     if isinstance(error, KeyboardInterrupt):
@@ -167,7 +169,7 @@ def explain(error: BaseException, *, process_count: int = 1) -> str:
     code = exit_code_of(error, process_count=process_count)
     if isinstance(error, KeyboardInterrupt):
         text = "interrupted. Run the same command again to go on from the newest checkpoint."
-    elif isinstance(error, RunError | TokenizerError | TokenRangeError):
+    elif isinstance(error, RunError | TokenizerError | TokenRangeError | CheckpointError):
         text = str(error)
     elif code == StorageError.exit_code:
         text = f"{error}. The newest finished checkpoint is intact: free some space and run the same command again."

@@ -10,6 +10,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from smmd_jax.errors import TokenizerError
+from smmd_jax.tokenizer_pieces import byte_level_alphabet
 from train.chat import TEMPLATE_FILE, read_chat_template, render_chat
 from train.tekken import EOS_TOKEN, PAD_TOKEN, is_tekken, tokenizer_json_of_tekken
 
@@ -173,6 +174,13 @@ class Tokenizer:
         if self.chat:
             text += f"\n{json.dumps(self.template_tokens, sort_keys=True)}\n{self.chat_template}"
         return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def missing_bytes(self) -> tuple[int, ...]:
+        """Bytes that a byte-level tokenizer has no token for, and so drops; none for tokenizers of another kind."""
+        vocabulary = self.backend.get_vocab(with_added_tokens=False)
+        missing = tuple(byte for letter, byte in byte_level_alphabet().items() if letter not in vocabulary)
+        return missing if isinstance(self.backend.decoder, decoders.ByteLevel) else ()
 
     def _encode_chat(self, message: str) -> list[int]:
         pieces = render_chat(self.chat_template, message, specials=self.special_ids, variables=self.template_tokens)
