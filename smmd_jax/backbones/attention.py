@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smmd_jax.backbones.config import DecoderConfig
 from smmd_jax.backbones.norm import RMSNorm
+from smmd_jax.backbones.products import wide_einsum
 from smmd_jax.backbones.rope import rotate
 
 # Finite, so that a query without any visible key (padding) gets a mean of everything instead of NaN.
@@ -45,10 +46,10 @@ def visible_keys(queries: Tokens, keys: Tokens, window: int | None) -> Bool[Arra
 
 
 def _attend_block(queries, keys, values, visible):
-    scores = jnp.einsum("bgrtc,bgsc->bgrts", queries, keys, preferred_element_type=jnp.float32)
+    scores = wide_einsum("bgrtc,bgsc->bgrts", queries, keys)
     scores = jnp.where(visible[:, None, None], scores, _HIDDEN_SCORE)
     weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
-    mean = jnp.einsum("bgrts,bgsc->bgrtc", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+    mean = wide_einsum("bgrts,bgsc->bgrtc", weights.astype(values.dtype), values)
     return mean / weights.sum(-1, keepdims=True)
 
 

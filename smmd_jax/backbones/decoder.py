@@ -11,6 +11,7 @@ from smmd_jax.backbones.cache import Cache, make_cache
 from smmd_jax.backbones.config import DecoderConfig
 from smmd_jax.backbones.layer import DecoderLayer
 from smmd_jax.backbones.norm import RMSNorm
+from smmd_jax.backbones.products import wide_einsum
 from smmd_jax.backbones.rope import rope_rotation
 from smmd_jax.backbones.stack import REMAT, run_scanned, run_unrolled, stack_modules, unstack_modules
 
@@ -127,8 +128,11 @@ class Decoder(nnx.Module):
     @property
     def head(self) -> Float[Array, "D V"]:
         """Return the head [D, V] in the dtype of the products; tied: the embedding transposed."""
-        kernel = self.embed_tokens.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
-        return kernel.astype(self.dtype)
+        return self._stored_head.astype(self.dtype)
+
+    @property
+    def _stored_head(self) -> Float[Array, "D V"]:
+        return self.embed_tokens.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
 
     def __call__(
         self,
@@ -199,8 +203,7 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
         """Return float32 logits of hidden states."""
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        return jnp.matmul(flat, self.head, preferred_element_type=jnp.float32).reshape(*hidden.shape[:-1], -1)
+        return self._project(hidden, self._stored_head)
 
     def numeric_logits(self, hidden: Float[Array, "*batch D"], kernel) -> Float[Array, "*batch N"]:
         """Return float32 logits of the numeric tokens only: hidden @ head[:, kernel.token_ids].
@@ -222,9 +225,11 @@ class Decoder(nnx.Module):
             columns = self.embed_tokens.embedding[kernel.token_ids].T
         else:
             columns = self.lm_head.kernel[:, kernel.token_ids]
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        numeric = jnp.matmul(flat, columns.astype(self.dtype), preferred_element_type=jnp.float32)
-        return numeric.reshape(*hidden.shape[:-1], -1)
+        return self._project(hidden, columns)
+
+    def _project(self, hidden: Float[Array, "*batch D"], columns: Float[Array, "D some"]) -> Array:
+        flat = hidden.reshape(-1, hidden.shape[-1]).astype(self.dtype)
+        return wide_einsum("td,dv->tv", flat, columns).reshape(*hidden.shape[:-1], -1)
 
     def prefill(
         self, input_ids: Int[Array, "B T"], *, attention_mask: ArrayLike | None = None, slots: int
