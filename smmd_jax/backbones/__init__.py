@@ -3,11 +3,19 @@
 from smmd_jax.backbones.cache import Cache
 from smmd_jax.backbones.config import DecoderConfig
 from smmd_jax.backbones.decoder import Decoder
+from smmd_jax.backbones.lora import (
+    LORA_TARGETS,
+    add_lora,
+    join_parameters,
+    lora_scale,
+    merge_lora,
+    split_trainable,
+)
 from smmd_jax.backbones.presets import PRESETS
 from smmd_jax.backbones.rope import RopeConfig
 from smmd_jax.backbones.sharding import SHARDING_RULES, parameter_shardings
-from smmd_jax.backbones.weights import load_pretrained, save_pretrained
 from smmd_jax.backbones.stack import REMAT, stack_layers, unstack_layers
+from smmd_jax.backbones.weights import load_pretrained, save_pretrained
 
 # model_type of config.json -> port
 BACKBONES = {
@@ -23,6 +31,7 @@ BACKBONES = {
 
 __all__ = [
     "BACKBONES",
+    "LORA_TARGETS",
     "PRESETS",
     "REMAT",
     "SHARDING_RULES",
@@ -30,9 +39,14 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "RopeConfig",
+    "add_lora",
+    "join_parameters",
     "load_pretrained",
+    "lora_scale",
+    "merge_lora",
     "parameter_shardings",
     "save_pretrained",
+    "split_trainable",
     "stack_layers",
     "unstack_layers",
 ]

@@ -19,6 +19,11 @@ _LAYER_RULES = (
     (r"mlp/(gate|up)_proj/bias", ("tensor",)),
     (r"mlp/down_proj/kernel", ("tensor", "fsdp")),
     (r"mlp/down_proj/bias", (None,)),
+    # Adapters are thin: the side that they share with their matrix is split as it is, the rank is not.
+    (r"(self_attn/[qkv]|mlp/(gate|up))_proj/lora_a", ("fsdp", None)),
+    (r"(self_attn/[qkv]|mlp/(gate|up))_proj/lora_b", (None, "tensor")),
+    (r"(self_attn/o|mlp/down)_proj/lora_a", ("tensor", None)),
+    (r"(self_attn/o|mlp/down)_proj/lora_b", (None, "fsdp")),
     (r"(input|post_attention|pre_feedforward|post_feedforward)_layernorm/weight", (None,)),
 )
 DECODER_RULES = (
