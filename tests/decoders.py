@@ -30,9 +30,9 @@ FAMILIES = {
         **SIZES, num_layers=3, model_type="ministral", window=3, sliding_layers=(False, True, True)
     ),
     "ministral3": DecoderConfig(
-        **SIZES, num_layers=2, model_type="ministral3", head_dim=12, query_scale_beta=0.1, query_scale_length=4,
+        **SIZES, num_layers=2, model_type="ministral3", head_dim=12, query_scale_beta=0.1, query_scale_length=8,
         rope=RopeConfig(
-            theta=1e6, kind="yarn", factor=16.0, original_max_positions=4, mscale=1.0, mscale_all_dim=1.0
+            theta=1e6, kind="yarn", factor=16.0, original_max_positions=8, mscale=1.0, mscale_all_dim=1.0
         ),
     ),
     "gemma3_text": DecoderConfig(

@@ -138,3 +138,45 @@ HALF = np.array([[1, 1, 1, 1], [0, 0, 0, 0]])
 def test_bad_requests_are_refused_with_a_sentence(arguments, error, message):
     with pytest.raises(error, match=message):
         generate(make_decoder("tiny"), **dict(input_ids=IDS, attention_mask=IDS, max_new_tokens=2) | arguments)
+
+
+def test_a_temperature_draws_from_the_softmax():
+    """First tokens of many equal rows follow softmax(logits / temperature): no token beyond five standard errors."""
+    model, count = make_decoder("qwen2"), 4000
+    prompts = {"input_ids": np.full((count, 2), 5), "attention_mask": np.ones((count, 2), int)}
+    tokens = generate(model, **prompts, max_new_tokens=1, temperature=0.7, key=jax.random.key(0))
+    found = np.bincount(np.asarray(tokens)[:, 0], minlength=model.config.vocab_size) / count
+    wanted = jax.nn.softmax(model(prompts["input_ids"][:1])[0, -1] / 0.7)
+    assert np.all(np.abs(found - wanted) <= 5 * np.sqrt(wanted * (1 - wanted) / count) + 1e-3)
+    assert (found > 0).sum() > 3
+
+
+def test_draws_repeat_by_key_and_do_not_depend_on_later_rows():
+    model = make_decoder("qwen2")
+    draw = lambda rows, seed: np.asarray(
+        generate(model, **padded(rows, "left", width=9), max_new_tokens=NEW, temperature=1.0, key=jax.random.key(seed))
+    )
+    whole = draw(PROMPTS, 3)
+    np.testing.assert_array_equal(draw(PROMPTS, 3), whole)
+    np.testing.assert_array_equal(draw(PROMPTS[:2], 3), whole[:2])
+    assert (draw(PROMPTS, 4) != whole).any()
+    cold = generate(
+        model, **padded(PROMPTS, "left", width=9), max_new_tokens=NEW, temperature=1e-4, key=jax.random.key(0)
+    )
+    np.testing.assert_array_equal(cold, generate(model, **padded(PROMPTS, "left", width=9), max_new_tokens=NEW))
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"temperature": -1.0, "key": 0}, "temperature is -1.0, wanted a finite number"),
+        ({"temperature": float("nan"), "key": 0}, "temperature is nan, wanted"),
+        ({"temperature": 0.5}, "no key was given"),
+        ({"key": 0}, "draws nothing"),
+    ],
+)
+def test_sampling_needs_both_or_neither(options, words):
+    if "key" in options:
+        options = {**options, "key": jax.random.key(options["key"])}
+    with pytest.raises(ValueError, match=words):
+        generate(make_decoder("qwen2"), **padded(PROMPTS, "left"), max_new_tokens=2, **options)

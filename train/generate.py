@@ -1,4 +1,4 @@
-"""Greedy generation: prefill and a loop over new tokens in one compiled program."""
+"""Generation, greedy or sampled: prefill and a loop over new tokens in one compiled program."""
 
 import functools
 from collections.abc import Sequence
@@ -19,12 +19,17 @@ def generate(
     eos_ids: Sequence[int] = (),
     images: dict | None = None,
     pad_id: int = 0,
+    temperature: float = 0.0,
+    key: Array | None = None,
 ) -> Int[Array, "B new"]:
-    """Return the most likely continuation, token by token.
+    """Return a continuation, token by token: the most likely one, or one drawn at a temperature.
+
+        token = argmax(logits)                     temperature 0
+        token ~ softmax(logits / temperature)      otherwise
 
     A row that has produced one of `eos_ids` is done: its EOS is kept and `pad_id` follows. The loop stops when all
-    rows are done. Rows do not see each other, so a row's tokens do not depend on the batch; left and right padding
-    give the same tokens. One compilation serves every call with the same model structure and shapes.
+    rows are done. Rows do not see each other, so a row's tokens do not depend on the rows after it; left and right
+    padding give the same tokens. One compilation serves every call with the same model structure and shapes.
 
     Args:
         model: a backbone.
@@ -34,13 +39,16 @@ def generate(
         eos_ids: tokens that end an answer, each of them.
         images: for the vision families.
         pad_id: what follows the EOS.
+        temperature: 0 is greedy, 1 samples from the model's own distribution.
+        key: of jax.random; needed with a temperature, row i draws with `fold_in(key, i)`.
 
     Returns:
         int32 [B, max_new_tokens].
 
     Raises:
         ValueError, TypeError: arrays that are not [B, T] integers, a prompt row without a real token, max_new_tokens
-            below 1, more tokens than the model has positions.
+            below 1, more tokens than the model has positions, a temperature that is negative or not finite, a
+            temperature without a key or a key without a temperature.
 
     Example:
         >>> from smmd_jax.backbones import PRESETS, Decoder
@@ -51,6 +59,7 @@ def generate(
     """
     input_ids, attention_mask = np.asarray(input_ids), np.asarray(attention_mask)
     _check(model, input_ids, attention_mask, max_new_tokens, images)
+    _check_sampling(temperature, key)
     graphdef, state = nnx.split(model)
     return _generate(
         graphdef,
@@ -59,6 +68,7 @@ def generate(
         jnp.asarray(attention_mask != 0),
         jnp.asarray(eos_ids, jnp.int32).reshape(-1),
         jnp.int32(pad_id),
+        None if key is None else (key, jnp.float32(temperature)),
         max_new_tokens=max_new_tokens,
     )
 
@@ -87,14 +97,23 @@ def _check(model, input_ids, attention_mask, max_new_tokens, images):
         )
 
 
+def _check_sampling(temperature, key):
+    if not (np.isscalar(temperature) and np.isfinite(temperature) and temperature >= 0):
+        raise ValueError(f"temperature is {temperature}, wanted a finite number of at least 0")
+    if temperature > 0 and key is None:
+        raise ValueError(f"temperature is {temperature} and no key was given: pass key=jax.random.key(seed)")
+    if temperature == 0 and key is not None:
+        raise ValueError("got a key with temperature 0, which draws nothing: leave it out, or give a temperature")
+
+
 @functools.partial(jax.jit, static_argnums=0, static_argnames="max_new_tokens")
-def _generate(graphdef, state, input_ids, real, eos_ids, pad_id, *, max_new_tokens):
+def _generate(graphdef, state, input_ids, real, eos_ids, pad_id, sampling, *, max_new_tokens):
     model = nnx.merge(graphdef, state)
     batch, length = input_ids.shape
     # The last token is never read back, so it needs no slot.
     hidden, cache = model.prefill(input_ids, attention_mask=real, slots=length + max_new_tokens - 1)
     last = length - 1 - jnp.argmax(real[:, ::-1], axis=1)
-    first = _most_likely(model, jnp.take_along_axis(hidden, last[:, None, None], axis=1))
+    first = _choose(model.logits(jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]), sampling, 0)
     tokens = jnp.full((batch, max_new_tokens), pad_id, jnp.int32).at[:, 0].set(first)
 
     def going_on(carry):
@@ -104,7 +123,7 @@ def _generate(graphdef, state, input_ids, real, eos_ids, pad_id, *, max_new_toke
     def advance(carry):
         step, token, done, cache, tokens = carry
         hidden, cache = model.extend(token[:, None], cache)
-        token = jnp.where(done, pad_id, _most_likely(model, hidden))
+        token = jnp.where(done, pad_id, _choose(model.logits(hidden[:, 0]), sampling, step))
         tokens = jax.lax.dynamic_update_slice(tokens, token[:, None], (0, step))
         return step + 1, token, done | _is_eos(token, eos_ids), cache, tokens
 
@@ -112,8 +131,12 @@ def _generate(graphdef, state, input_ids, real, eos_ids, pad_id, *, max_new_toke
     return jax.lax.while_loop(going_on, advance, carry)[-1]
 
 
-def _most_likely(model, hidden):
-    return jnp.argmax(model.logits(hidden[:, 0]), axis=-1).astype(jnp.int32)
+def _choose(logits, sampling, step):
+    if sampling is not None:
+        key, temperature = sampling
+        noise = lambda row: jax.random.gumbel(jax.random.fold_in(jax.random.fold_in(key, row), step), logits.shape[1:])
+        logits = logits / temperature + jax.vmap(noise)(jnp.arange(logits.shape[0]))
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 def _is_eos(token, eos_ids):
