@@ -83,6 +83,10 @@ def test_empty_choices_are_resolved_from_the_task_and_the_folder_from_the_config
         ("--eval_split=test", "Known: train, interpolate."),
         ("--normalize_by=rows", "wanted one of numeric, tokens"),
         ("--platform=cuda", "cpu, gpu, tpu"),
+        ("--dtype=float16", "wanted one of float32, bfloat16"),
+        ("--remat=all", "wanted one of none, full, dots"),
+        ("--lora_rank=-1", "lora_rank=-1: wanted a whole number of at least 0"),
+        ("--lora_alpha=0", "lora_alpha=0.0: wanted a finite number above 0"),
         ("--steps=0", "steps=0: wanted a whole number of at least 1"),
         ("--steps=1e3", "steps=1e3: wanted a whole number"),
         ("--steps=1_000", "wanted a whole number"),
@@ -176,6 +180,13 @@ def test_warmup_defaults_to_a_tenth_of_the_steps_and_at_most_100():
     assert TrainConfig(task="arith", warmup_steps=7).warmup == 7
 
 
+def test_parameters_are_stored_in_float32_unless_asked_for_or_frozen():
+    assert TrainConfig(task="arith").stored_dtype == "float32"
+    assert TrainConfig(task="arith", param_dtype="bfloat16").stored_dtype == "bfloat16"
+    assert TrainConfig(task="arith", lora_rank=4).stored_dtype == "bfloat16"
+    assert TrainConfig(task="arith", lora_rank=4, param_dtype="float32").stored_dtype == "float32"
+
+
 RESUMABLE = {
     "mesh": "data:2",
     "platform": "cpu",
@@ -197,6 +208,8 @@ RESUMABLE = {
     "allow_data_change": True,
 }
 OTHER = {
+    "dtype": "bfloat16", "param_dtype": "bfloat16", "scan_layers": True, "remat": "full", "lora_rank": 4,
+    "lora_alpha": 1.0, "lora_targets": "q_proj",
     "task": "clock", "variant": "large", "backbone": "b", "dropout": 0.1, "max_length": 99, "loss": "ce",
     "loss_weight": 1.0, "kernel": "laplace", "sigma": 1.0, "alpha": 1.0, "rescale": 9.0, "normalize_by": "tokens",
     "numeric_policy": "digits", "batch_size": 8, "grad_accum": 2, "seed": 1, "optimizer": "sgd", "learning_rate": 1.0,

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,21 +13,22 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from smmd_jax import LOSSES, NumericKernel, NumericVocab, make_numeric_kernel, numeric_vocab_from_tokenizer
-from smmd_jax.backbones import PRESETS, Decoder, DecoderConfig
-from smmd_jax.backbones.sharding import parameter_shardings
+from smmd_jax.backbones import DecoderConfig, join_parameters
+from train.backbone import Backbone, make_backbone
 from train.config import TrainConfig, parse_mesh
 from train.data import Batch, Batches, make_batches
 from train.encode import Statistics
 from train.exits import DataError, StorageError, UsageError
 from train.objective import Objective, make_objective
 from train.optimizer import Schedule, make_optimizer, make_schedule
+from train.parameters import Parameters, make_parameters, shardings_of
 from train.partition import batch_sharding, check_batch_size, make_mesh, optimizer_shardings, replicated
 from train.prompts import PromptBatch, make_prompt_batches
 from train.scoring import MAX_NEW_TOKENS
 from train.step import Step, TrainState, init_state, make_step
 from train.tasks import TASKS, Source, Task
 from train.tasks.arith import default_data_dir
-from train.tokenizer import Tokenizer, make_task_tokenizer
+from train.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,8 @@ class Run:
     Attributes:
       state_like: `TrainState` of ShapeDtypeStruct with shardings: what is restored into.
       make_state: () -> a fresh `TrainState`, born sharded.
-      step: jitted, the state donated.
+      parameters: the model's structure, and which of its parameters are trained.
+      step: jitted, the state donated; its last argument is `frozen`.
       prompts: of the evaluation; encoded before training, so that what cannot be evaluated is refused first.
       notes: sentences for the header.
     """
@@ -48,7 +51,7 @@ class Run:
     objective: Objective
     schedule: Schedule
     mesh: Mesh
-    graphdef: nnx.GraphDef
+    parameters: Parameters
     state_like: TrainState
     make_state: Callable[[], TrainState]
     step: Step
@@ -59,10 +62,21 @@ class Run:
 
     @property
     def parameter_count(self) -> int:
-        return sum(leaf.size for leaf in jax.tree.leaves(self.state_like.parameters))
+        """How many parameters the model has, frozen ones included."""
+        return self.trained_count + _count(self.parameters.frozen_like)
+
+    @property
+    def trained_count(self) -> int:
+        return _count(self.parameters.trainable_like)
+
+    @functools.cached_property
+    def frozen(self) -> dict:
+        """The parameters that are not trained, on the devices from the first use on; {} where all are trained."""
+        return self.parameters.make_frozen()
 
     def model(self, parameters: Any) -> nnx.Module:
-        return nnx.merge(self.graphdef, parameters)
+        """Make the model of these trained parameters and the frozen ones."""
+        return nnx.merge(self.parameters.graphdef, join_parameters(parameters, self.frozen))
 
     def source(self, split: str) -> Source:
         return self.task.make_source(split, data_dir=self.config.data_dir or None, **_variant(self.config))
@@ -83,7 +97,7 @@ class Run:
             positions=array(jnp.int32),
             segment_ids=array(jnp.int32),
         )
-        return self.step.lower(self.state_like, batch, self.kernel)
+        return self.step.lower(self.state_like, batch, self.kernel, self.parameters.frozen_like)
 
 
 def assemble(config: TrainConfig) -> Run:
@@ -99,7 +113,8 @@ def assemble(config: TrainConfig) -> Run:
         check_batch_size(mesh, config.batch_size, config.grad_accum)
         objective = make_objective(config.loss, weight=config.loss_weight, normalize_by=config.normalize_by)
         _check_objective(objective, config)
-    tokenizer, model_config = _tiny(config)
+    backbone = _backbone(config)
+    tokenizer, model_config = backbone.tokenizer, backbone.config
     data_dir = config.data_dir or default_data_dir()
     with _storage_errors(data_dir):
         batches = make_batches(
@@ -134,30 +149,25 @@ def assemble(config: TrainConfig) -> Run:
             config.optimizer, schedule, weight_decay=config.weight_decay, clip_norm=config.clip_norm
         )
 
-    def make_model() -> nnx.Module:
-        return Decoder(model_config, rngs=nnx.Rngs(config.seed))
+        parameters = make_parameters(config, backbone, mesh)
 
-    graphdef, abstract = nnx.split(nnx.eval_shape(make_model))
-    shapes = nnx.to_pure_dict(abstract)
     everywhere = replicated(mesh)
-    parameter_sharding = parameter_shardings(shapes, mesh)
+    parameter_sharding = shardings_of(parameters.trainable_like)
     state_shardings = TrainState(
         parameters=parameter_sharding,
-        optimizer=optimizer_shardings(optimizer, shapes, parameter_sharding, mesh),
+        optimizer=optimizer_shardings(optimizer, parameters.trainable_like, parameter_sharding, mesh),
         step=everywhere,
         is_finite=everywhere,
     )
-
-    def make_state() -> TrainState:
-        return init_state(nnx.to_pure_dict(nnx.split(make_model())[1]), optimizer)
-
+    start = functools.partial(init_state, optimizer=optimizer)
     state_like = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        jax.eval_shape(make_state),
+        jax.eval_shape(start, parameters.trainable_like),
         state_shardings,
     )
+    placed_start = jax.jit(start, donate_argnums=0, out_shardings=state_shardings)
     step = make_step(
-        graphdef,
+        parameters.graphdef,
         objective,
         optimizer,
         grad_accum=config.grad_accum,
@@ -172,21 +182,24 @@ def assemble(config: TrainConfig) -> Run:
         objective=objective,
         schedule=schedule,
         mesh=mesh,
-        graphdef=graphdef,
+        parameters=parameters,
         state_like=state_like,
-        make_state=jax.jit(make_state, out_shardings=state_shardings),
+        make_state=lambda: placed_start(parameters.make_trainable()),
         step=jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, everywhere)),
         batches=batches,
         statistics=statistics,
         prompts=prompts,
-        notes=_unused_flags(objective, config),
+        notes=(*backbone.notes, *_unused_flags(objective, config)),
     )
 
 
-def _tiny(config: TrainConfig) -> tuple[Tokenizer, DecoderConfig]:
-    tokenizer = make_task_tokenizer()
-    preset = PRESETS[config.backbone]
-    return tokenizer, dataclasses.replace(preset, vocab_size=tokenizer.vocab_size, dropout=config.dropout)
+def _backbone(config: TrainConfig) -> Backbone:
+    """Find the tokenizer, the decoder's config and the folder of weights that --backbone names."""
+    return make_backbone(config)
+
+
+def _count(like: Any) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(like))
 
 
 def _prompts(
@@ -255,12 +268,19 @@ def _check_own_loss(objective: Objective, kernel: Any, vocab_size: int, name: st
 
 
 def _unused_flags(objective: Objective, config: TrainConfig) -> tuple[str, ...]:
-    """Name the kernel's flags that were changed although the loss has no kernel."""
-    if objective.spec.terms is not None:
-        return ()
+    """Name the flags that were changed although the loss has no kernel, or the run no adapters."""
+    unused = {}
+    if objective.spec.terms is None:
+        unused[f"loss={config.loss} has no kernel"] = ("kernel", "sigma", "alpha", "rescale")
+    if not config.lora_rank:
+        unused["lora_rank=0 trains all parameters"] = ("lora_alpha", "lora_targets")
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
-    changed = [name for name in ("kernel", "sigma", "alpha", "rescale") if getattr(config, name) != defaults[name]]
-    return tuple(f"--{name} has no effect: loss={config.loss} has no kernel." for name in changed)
+    return tuple(
+        f"--{name} has no effect: {reason}."
+        for reason, names in unused.items()
+        for name in names
+        if getattr(config, name) != defaults[name]
+    )
 
 
 def _variant(config: TrainConfig) -> dict[str, str]:

@@ -37,6 +37,21 @@ class TrainConfig:
     )
     backbone: str = flag_field("Model to train", "tiny", other_form=_BACKBONE_FORM)
     dropout: float = flag_field("Share of activations dropped in training", 0.0, at_least=0, below=1)
+    dtype: Literal["float32", "bfloat16"] = flag_field(
+        "Dtype of matrix products and of what flows between layers; sums, norms and losses are float32", "float32"
+    )
+    param_dtype: Literal["", "float32", "bfloat16"] = flag_field(
+        "Dtype of stored parameters; empty: float32, and bfloat16 for those that --lora_rank freezes", ""
+    )
+    scan_layers: bool = flag_field("Stack the layers and run them in one loop: compiles fast at any depth", False)
+    remat: Literal["none", "full", "dots"] = flag_field(
+        "What a layer computes again in the backward pass to save memory: nothing, all, or all but products", "none"
+    )
+    lora_rank: int = flag_field("Rank of trained adapters beside frozen parameters; 0: all are trained", 0, at_least=0)
+    lora_alpha: float | None = flag_field("Adapters count alpha / rank; none: twice the rank", None, above=0)
+    lora_targets: str = flag_field(
+        "Matrices with adapters, commas between", "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+    )
     max_length: int = flag_field("Tokens in a packed row; longer examples are refused, never cut", 256, at_least=2)
     max_dropped_fraction: float = flag_field(
         "Share of the training examples that may be longer than a row and are left out; 0: none",
@@ -109,6 +124,11 @@ class TrainConfig:
         for name in ("workdir", "data_dir"):
             if "://" in getattr(self, name):
                 raise UsageError(f"{name} is a URL: wanted a folder that this machine has mounted.")
+
+    @property
+    def stored_dtype(self) -> str:
+        """The dtype of stored parameters with the default resolved; adapters are float32 always."""
+        return self.param_dtype or ("bfloat16" if self.lora_rank else "float32")
 
     @property
     def warmup(self) -> int:

@@ -25,6 +25,7 @@ from train.log import (
     read_jsonl,
     write_jsonl,
 )
+from train.parameters import check_frozen
 from train.preview import describe_step, header, show_examples
 from train.progress import Progress, format_seconds
 from train.prompts import PromptBatch
@@ -130,6 +131,7 @@ class _Loop:
         if start < self.config.steps:
             with self.records.progress.pause("compile"):
                 compiled = self.run.lower_step().compile()
+            frozen = self.run.frozen
         for step in range(start + 1, self.config.steps + 1):
             if self.stop.received is not None:
                 self._stop(state, step - 1, position)
@@ -137,7 +139,7 @@ class _Loop:
             batch = self.run.place(next(self.run.batches))
             self._input_wait += time.monotonic() - began
             position = self.run.batches.get_state()
-            state, metrics = compiled(state, batch, self.run.kernel)
+            state, metrics = compiled(state, batch, self.run.kernel, frozen)
             self._finish()
             self._in_flight = _InFlight(
                 step=step, metrics=metrics, epoch=self.run.batches.epoch, examples=self.run.batches.examples
@@ -235,6 +237,7 @@ class _Loop:
                 "position": position,
                 "fingerprint": self.run.batches.fingerprint,
                 "circumstances": _circumstances(self.run),
+                "frozen": self.run.parameters.fingerprint,
             }
             self.checkpoints.save(step, state, data, must_be_finite=state.parameters)
         self._saved = step
@@ -263,6 +266,7 @@ def _first_state(run: Run, checkpoints: Checkpoints) -> tuple[TrainState, int | 
             f"{run.config.workdir} holds step {restored.step} and --steps={run.config.steps} asks for fewer: give at "
             f"least {restored.step}, or another --workdir to start a new run."
         )
+    check_frozen(restored.data.get("frozen"), run.parameters.fingerprint, run.config.backbone)
     changes = check_fingerprint(
         restored.data["fingerprint"], run.batches.fingerprint, allow_change=run.config.allow_data_change
     )

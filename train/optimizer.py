@@ -11,7 +11,14 @@ Schedule = Callable[[int], float]
 
 def _matrices(parameters):
     """Weight decay shrinks matrices only: norms, biases and gates are no weights of a sum."""
-    return jax.tree.map(lambda leaf: leaf.ndim >= 2, parameters)
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: _rank(path, leaf) >= 2, parameters)
+
+
+def _rank(path, leaf) -> int:
+    """Count the axes of a parameter without the axis of stacked layers, whose path has no number: layers/mlp/..."""
+    keys = [str(getattr(key, "key", "")) for key in path]
+    is_stacked = "layers" in keys[:-1] and not keys[keys.index("layers") + 1].isdecimal()
+    return leaf.ndim - is_stacked
 
 
 def _adamw(learning_rate: Schedule, weight_decay: float) -> optax.GradientTransformation:
@@ -48,17 +55,17 @@ def _muon(learning_rate: Schedule, weight_decay: float) -> optax.GradientTransfo
 
 def _scale_to_adam(updates, parameters):
     """Give orthogonal updates the size of Adam's, 0.2 an entry: Liu et al., Muon is Scalable, 2025, equation 4."""
-    return jax.tree.map(lambda update: update * (0.2 * max(update.shape) ** 0.5), updates)
+    return jax.tree.map(lambda update: update * (0.2 * max(update.shape[-2:]) ** 0.5), updates)
 
 
 def _all_matrices(parameters):
-    return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(), parameters)
+    return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), parameters)
 
 
 def _layer_matrices(parameters):
     def label(path, leaf):
         in_layer = any(getattr(key, "key", None) == "layers" for key in path)
-        return "layer" if in_layer and leaf.ndim == 2 else "other"
+        return "layer" if in_layer and _rank(path, leaf) == 2 else "other"
 
     return jax.tree_util.tree_map_with_path(label, parameters)
 

@@ -20,7 +20,8 @@ def header(run: Run, *, resuming: bool) -> str:
         + (f", {statistics.dropped:,} too long and left out" if statistics.dropped else ""),
         f"tokens     per example: {statistics.mean_length:.1f}, of them {statistics.supervised_per_example:.2f} "
         f"supervised and {statistics.numeric_per_example:.2f} numeric",
-        f"backbone   {config.backbone}: {run.parameter_count:,} parameters",
+        f"backbone   {config.backbone}: {run.parameter_count:,} parameters"
+        + (f", {run.trained_count:,} of them trained" if run.trained_count < run.parameter_count else ""),
         f"loss       {config.loss}{weight}",
         f"numbers    {run.kernel.token_ids.shape[0]} tokens (policy {run.kernel.vocab.policy})",
         f"batch      {config.batch_size} rows of {config.max_length} tokens"

@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int
 
+from smmd_jax.backbones import join_parameters
 from train.data import Batch
 from train.objective import Objective, Sums
 
@@ -22,7 +23,7 @@ class TrainState:
     """All that an optimizer step changes.
 
     Attributes:
-      parameters: nested dict of arrays.
+      parameters: nested dict of arrays, those that are trained.
       optimizer: optax state.
       step: how many updates were applied; it also seeds dropout, so that a resumed run draws what it would have drawn.
       is_finite: false from the first non-finite loss or gradient on; a step then changes nothing any more.
@@ -34,11 +35,16 @@ class TrainState:
     is_finite: Bool[Array, ""]
 
 
-Step = Callable[[TrainState, Batch, Any], tuple[TrainState, dict[str, Array]]]
+Step = Callable[..., tuple[TrainState, dict[str, Array]]]
 
 
 def init_state(parameters: Any, optimizer: optax.GradientTransformation) -> TrainState:
-    return TrainState(parameters, optimizer.init(parameters), jnp.zeros((), jnp.int32), jnp.ones((), bool))
+    """Start the optimizer, whose moments are float32 whatever dtype the parameters are stored in."""
+    return TrainState(parameters, optimizer.init(_wide(parameters)), jnp.zeros((), jnp.int32), jnp.ones((), bool))
+
+
+def _wide(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
 
 
 def make_step(
@@ -50,7 +56,11 @@ def make_step(
     seed: int = 0,
     micro_batch_sharding: NamedSharding | None = None,
 ) -> Step:
-    """Make the step (state, batch, kernel) -> (state, metrics); jit it with the state donated.
+    """Make the step (state, batch, kernel, frozen=None) -> (state, metrics); jit it with the state donated.
+
+    `frozen` is a nested dict of the parameters that are not trained: an argument of its own, so that it is neither
+    donated nor differentiated, and has no optimizer state. Gradients add up in float32, and the optimizer sees
+    gradients and parameters in float32; what it returns is rounded once, to the dtype that is stored.
 
     The gradient does not depend on `grad_accum`: every sum is weighed with counts of the whole batch, so the gradients
     of micro-batches simply add. Micro-batch i holds the rows i, i + grad_accum, ... (so that a batch sharded by rows
@@ -68,8 +78,8 @@ def make_step(
       The step. Its metrics are scalars: those of `Objective.metrics`, `grad_norm`, and `is_finite`.
     """
 
-    def sums_of(parameters: Any, batch: Batch, kernel: Any, key: Array) -> Sums:
-        model = nnx.merge(graphdef, parameters)
+    def sums_of(parameters: Any, frozen: Any, batch: Batch, kernel: Any, key: Array) -> Sums:
+        model = nnx.merge(graphdef, join_parameters(parameters, frozen))
         hidden = model.hidden(
             batch.input_ids, positions=batch.positions, segment_ids=batch.segment_ids, rngs=nnx.Rngs(key)
         )
@@ -91,17 +101,20 @@ def make_step(
 
         return lax.scan(add, zeros, (parts, keys))[0]
 
-    def step(state: TrainState, batch: Batch, kernel: Any) -> tuple[TrainState, dict[str, Array]]:
+    def step(state: TrainState, batch: Batch, kernel: Any, frozen: Any = None) -> tuple[TrainState, dict[str, Array]]:
+        frozen = {} if frozen is None else frozen
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         counts = objective.counts(batch, kernel)
         sums = None
         if objective.needs_values:
-            sums = over_micro_batches(lambda part, key: sums_of(state.parameters, part, kernel, key), batch, key)
+            sums = over_micro_batches(
+                lambda part, key: sums_of(state.parameters, frozen, part, kernel, key), batch, key
+            )
         coefficients = objective.coefficients(counts, sums)
 
         def gradient_of(part: Batch, key: Array) -> tuple[Sums, Any]:
-            sums, pull = jax.vjp(lambda parameters: sums_of(parameters, part, kernel, key), state.parameters)
-            return sums, pull(coefficients)[0]
+            sums, pull = jax.vjp(lambda parameters: sums_of(parameters, frozen, part, kernel, key), state.parameters)
+            return sums, _wide(pull(coefficients)[0])
 
         sums, gradient = over_micro_batches(gradient_of, batch, key)
         metrics = objective.metrics(sums, counts, coefficients)
@@ -109,10 +122,12 @@ def make_step(
         is_finite = state.is_finite & jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
         metrics["is_finite"] = is_finite
 
-        updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.parameters)
-        updated = TrainState(
-            optax.apply_updates(state.parameters, updates), optimizer_state, state.step + 1, state.is_finite
+        wide = _wide(state.parameters)
+        updates, optimizer_state = optimizer.update(gradient, state.optimizer, wide)
+        parameters = jax.tree.map(
+            lambda new, old: new.astype(old.dtype), optax.apply_updates(wide, updates), state.parameters
         )
+        updated = TrainState(parameters, optimizer_state, state.step + 1, state.is_finite)
         # A NaN stays in Adam's moments for ever: neither they nor the parameters may see it.
         kept = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), updated, state)
         return dataclasses.replace(kept, is_finite=is_finite), metrics
