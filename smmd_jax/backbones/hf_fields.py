@@ -61,6 +61,10 @@ def hf_fields(config: DecoderConfig) -> dict[str, Any]:
         "attention_bias": config.output_bias,
         "mlp_bias": config.mlp_bias,
         "sliding_window": config.window,
+        # Special ids belong to a tokenizer; left out, they would be those of the family's released models.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
     }
     if config.model_type in ("qwen2", "qwen3", "smollm3"):
         fields["use_sliding_window"] = any(sliding)
