@@ -18,7 +18,7 @@ def grades(*pairs: tuple[str, str]) -> list[Grade]:
 def test_values_by_hand():
     # Errors 0, 2, 9, 1 with golds 1, 2, -9, 10 of mean 1: residuals 0 + 4 + 81 + 1, total 0 + 1 + 100 + 81.
     metrics = score(grades(("1", "1"), ("4", "2"), ("0", "-9"), ("9", "10"), ("x", "3")))
-    assert (metrics.n, metrics.pairs, metrics.parse_failures) == (5, 4, 1)
+    assert (metrics.n, metrics.pairs, metrics.parse_failures, metrics.parse_failure_rate) == (5, 4, 1, 0.2)
     assert metrics.accuracy == 0.2
     assert metrics.mae == 3.0
     assert metrics.median_error == 1.5
@@ -45,9 +45,31 @@ def test_r2_is_undefined_for_one_pair_or_constant_gold(pairs):
 def test_nothing_to_score_gives_none_and_not_nan():
     metrics = score([])
     assert (metrics.n, metrics.parse_failures, metrics.pairs) == (0, 0, 0)
+    assert metrics.parse_failure_rate is metrics.time_gap is metrics.time_gap_unwrapped is None
     assert metrics.accuracy is metrics.accuracy_low is metrics.mae is metrics.median_error is metrics.log_mae is None
     unparsed = score(grades(("x", "1"), ("", "2")))
     assert (unparsed.accuracy, unparsed.parse_failures, unparsed.mae) == (0, 2, None)
+
+
+def test_time_gaps_wrap_and_leave_unparsed_answers_out():
+    pairs = [("11:58", "12:02"), ("12:55", "1:00"), ("3:00", "9:00"), ("4:20", "4:20"), ("noon", "12:00")]
+    metrics = score([GRADERS["clock"](prediction, gold) for prediction, gold in pairs])
+    assert (metrics.n, metrics.pairs, metrics.parse_failures, metrics.accuracy) == (5, 4, 1, 0.2)
+    assert metrics.time_gap == (4 + 5 + 360 + 0) / 4
+    assert metrics.time_gap_unwrapped == metrics.mae == (4 + 715 + 360 + 0) / 4
+
+
+def test_numbers_have_no_time_gap():
+    metrics = score(grades(("4", "4"), ("5", "6")))
+    assert metrics.time_gap is metrics.time_gap_unwrapped is None
+
+
+def test_prediction_and_gold_are_treated_alike():
+    # One side clipped, or read by another rule, would tell the two directions apart.
+    pairs = [("80000000000000", "2"), ("-1/3", "0.25"), ("5", "464318855471926")]
+    forward, backward = score(grades(*pairs)), score(grades(*((gold, prediction) for prediction, gold in pairs)))
+    for name in ("mae", "median_error", "log_mae"):
+        assert getattr(forward, name) == getattr(backward, name)
 
 
 def test_one_absurd_answer_leaves_the_median_alone():

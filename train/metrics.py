@@ -5,6 +5,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from train.clock_time import dial_gap
 from train.graders import Grade
 
 # Two-sided 95 % quantile of the standard normal distribution.
@@ -15,16 +16,21 @@ _Z = 1.959963984540054
 class Metrics:
     """Scores over n predictions. The errors are over the pairs in which both texts are numbers; None without any.
 
+    Both numbers of a pair are taken as they are: none is clipped, and none is left out for its size.
+
     Args:
       n: predictions.
       accuracy: share that the grader accepted; an unparsable prediction is as wrong as any other.
       accuracy_low, accuracy_high: Wilson's 95 % interval of the accuracy.
       parse_failures: predictions that are no number although the gold answer is one; they count in no error below.
+      parse_failure_rate: their share of n.
       pairs: pairs in the errors below.
       mae: mean absolute error.
       median_error: median absolute error; one absurd answer does not move it.
       log_mae: mean absolute difference of sign(x) log10(1 + |x|).
       r2: 1 - sum (value - gold)^2 / sum (gold - mean gold)^2; None for fewer than two pairs or a constant gold.
+      time_gap: mean minutes between two times the shorter way round the dial (0 to 360); None where no times are read.
+      time_gap_unwrapped: the same without the wrap, 12:59 and 1:00 being 719 minutes apart.
     """
 
     n: int
@@ -32,11 +38,14 @@ class Metrics:
     accuracy_low: float | None
     accuracy_high: float | None
     parse_failures: int
+    parse_failure_rate: float | None
     pairs: int
     mae: float | None
     median_error: float | None
     log_mae: float | None
     r2: float | None
+    time_gap: float | None = None
+    time_gap_unwrapped: float | None = None
 
 
 def wilson_interval(correct: int, n: int) -> tuple[float, float]:
@@ -88,19 +97,33 @@ def score(grades: Sequence[Grade]) -> Metrics:
         if grade.value is not None and grade.gold_value is not None
     ]
     errors = [abs(value - gold) for value, gold in pairs]
+    # Minutes are whole numbers, so float is exact there.
+    times = [
+        (float(grade.value), float(grade.gold_value))
+        for grade in grades
+        if grade.is_time and grade.value is not None and grade.gold_value is not None
+    ]
+    parse_failures = sum(not grade.parsed and grade.gold_value is not None for grade in grades)
     log_errors = [abs(_signed_log10(value) - _signed_log10(gold)) for value, gold in pairs]
     return Metrics(
         n=n,
         accuracy=correct / n if n else None,
         accuracy_low=low,
         accuracy_high=high,
-        parse_failures=sum(not grade.parsed and grade.gold_value is not None for grade in grades),
+        parse_failures=parse_failures,
+        parse_failure_rate=parse_failures / n if n else None,
         pairs=len(pairs),
-        mae=math.fsum(errors) / len(pairs) if pairs else None,
+        mae=_mean(errors),
         median_error=statistics.median(errors) if pairs else None,
-        log_mae=math.fsum(log_errors) / len(pairs) if pairs else None,
+        log_mae=_mean(log_errors),
         r2=_r2(pairs),
+        time_gap=_mean([dial_gap(value, gold) for value, gold in times]),
+        time_gap_unwrapped=_mean([abs(value - gold) for value, gold in times]),
     )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
 
 
 def _r2(pairs: Sequence[tuple[float, float]]) -> float | None:
