@@ -18,14 +18,17 @@ def shapes(function, *operands):
     return {out.aval.shape for equation in equations(jaxpr) for out in equation.outvars if hasattr(out.aval, "shape")}
 
 
-def products(jaxpr, shape):
-    """How many matrix products with an operand of this shape one run takes: of branches, the one with the most."""
+def products(jaxpr, shape, branch=max):
+    """How many matrix products with an operand of this shape one run takes: of branches, the one with the most.
+
+    `branch=min` takes the one with the fewest instead; a loop counts once.
+    """
     total = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             total += any(operand.aval.shape == shape for operand in equation.invars)
-        inner = [products(each, shape) for each in jaxprs_in_params(equation.params)]
-        total += max(inner, default=0) if equation.primitive.name == "cond" else sum(inner)
+        inner = [products(each, shape, branch) for each in jaxprs_in_params(equation.params)]
+        total += branch(inner, default=0) if equation.primitive.name == "cond" else sum(inner)
     return total
 
 

@@ -11,7 +11,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smmd_jax.kernels import NumericKernel
 from smmd_jax.losses.cross_entropy import cross_entropy_loss
-from smmd_jax.losses.smmd import zeros_varying_like
 from smmd_jax.losses.table import LossSpec, find_loss
 from smmd_jax.operands import (
     Vocabulary,
@@ -20,6 +19,7 @@ from smmd_jax.operands import (
     check_vocabulary,
     live_rows,
     match_targets,
+    zeros_varying_like,
 )
 
 # 2^25 float32 logits are 128 MiB; a chunk below 128 rows would leave the matrix units idle.
