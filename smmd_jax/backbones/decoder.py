@@ -79,7 +79,7 @@ class Decoder(nnx.Module):
             the depth; `stack_layers` and `unstack_layers` go from one to the other. The results are equal. With a
             cache, layers are taken out of the stack one by one: generation may copy the parameters once a token.
         remat: what each layer keeps for its backward pass: "none": everything; "dots": products with weights; "full":
-            its input only.
+            its input only. On the CPU XLA undoes this for unrolled layers: scan them to save memory there.
 
     Raises:
         ValueError: an unknown `remat`.
