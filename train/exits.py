@@ -48,6 +48,12 @@ class CheckpointMismatchError(RunError):
     exit_code = 4
 
 
+class ExportError(RunError):
+    """An exported model does not compute what the run's does."""
+
+    exit_code = 4
+
+
 class StorageError(RunError):
     """A save failed: no space, no permission, or a broken disk."""
 

@@ -1,0 +1,262 @@
+"""A run's checkpoint as a Hugging Face folder, merged or as adapters, and the proof that it computes the same."""
+
+import dataclasses
+import math
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from smmd_jax.backbones import (
+    Decoder,
+    DecoderConfig,
+    add_lora,
+    join_parameters,
+    load_pretrained,
+    lora_scale,
+    merge_lora,
+    split_trainable,
+)
+from smmd_jax.backbones.adapter_files import load_adapter, save_adapter
+from smmd_jax.backbones.safetensors_files import open_folder
+from smmd_jax.backbones.tensor_names import find_prefix
+from smmd_jax.backbones.weights import save_parameters
+from train.backbone import Backbone, make_backbone
+from train.checkpoint import Checkpoints
+from train.config import TrainConfig, config_from_json, parse_mesh
+from train.exits import ExportError, StorageError, UsageError
+from train.hub import is_hub_name
+from train.parameters import check_frozen, make_parameters
+from train.partition import make_mesh
+from train.prompts import make_prompt_batches
+from train.tasks import TASKS
+
+# Largest difference of a logit that --verify lets pass, by the dtype written: products in float32 differ by their
+# order, and weights that are rounded to a narrower dtype move logits of a language model by a few hundredths.
+TOLERANCES = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 5e-1}
+_VERIFIED_PROMPTS = 8
+_TOKENIZER_FILES = ("tokenizer*", "tekken.json", "chat_template*", "special_tokens_map.json", "added_tokens.json")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trained:
+    """The model of a run's checkpoint.
+
+    Attributes:
+      step: of the checkpoint.
+      parameters: trained and frozen ones, adapters apart from what they correct.
+      scale: of the adapters; None: all parameters were trained.
+    """
+
+    config: TrainConfig
+    backbone: Backbone
+    step: int
+    parameters: dict
+    scale: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """How close two models are on the same prompts; logits and KL divergence (in nats) over every position."""
+
+    positions: int
+    largest_difference: float
+    mean_kl: float
+    argmax_agreement: float
+    tolerance: float
+
+    @property
+    def holds(self) -> bool:
+        return self.largest_difference <= self.tolerance  # NaN does not
+
+    def __str__(self) -> str:
+        return (
+            f"max |dlogit| {self.largest_difference:.2e} (tolerance {self.tolerance:.0e}), mean KL {self.mean_kl:.2e}, "
+            f"arg-max agreement {self.argmax_agreement:.2%} over {self.positions:,} positions"
+        )
+
+
+def export(
+    workdir: str | Path, out: str | Path, *, step: int | None = None, adapter: bool = False, verify: bool = False
+) -> tuple[Trained, Agreement | None]:
+    """Write a run's checkpoint as a folder that transformers loads, in one rename.
+
+    A run that began from a folder keeps that folder's names, dtypes, shards, config, tokenizer and chat template;
+    adapters are merged in float32. One that began at random is written as a llama-type folder with its own tokenizer.
+
+    Args:
+      workdir: of the run.
+      out: is made; must be empty where it exists.
+      step: of the checkpoint; None: the newest.
+      adapter: write the adapters alone, in the format of PEFT.
+      verify: load what was written and compare its logits with the run's own before it takes its name.
+
+    Raises:
+      UsageError: no run, no checkpoint, a folder that is not empty, or adapters of a run without them.
+      ExportError: what was written does not compute what the run does.
+      StorageError: the folder cannot be written.
+    """
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"out={out} is not an empty folder: nothing is overwritten, choose another.")
+    config = _read_config(Path(workdir))
+    if adapter and not config.lora_rank:
+        raise UsageError(f"{workdir} trained all parameters (lora_rank=0): there is no adapter, export it without.")
+    backbone = make_backbone(config)
+    if adapter and backbone.folder is None:
+        raise UsageError(f"the adapters belong to backbone={config.backbone}, which is no folder: export them merged.")
+    trained = _restore(Path(workdir), config, backbone, step)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    except OSError as error:
+        raise StorageError(f"{out} cannot be made: {error}.") from error
+    try:
+        (_write_adapter if adapter else _write_merged)(trained, partial / "model")
+        agreement = _verify(trained, partial / "model", adapter=adapter) if verify else None
+        if agreement is not None and not agreement.holds:
+            raise ExportError(f"{out} was not written: the exported model differs from the run's: {agreement}.")
+        if out.exists():
+            out.rmdir()
+        (partial / "model").rename(out)
+    except OSError as error:
+        raise StorageError(f"{out} cannot be written: {error}.") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return trained, agreement
+
+
+def compare_logits(left: nnx.Module, right: nnx.Module, trained: Trained, *, tolerance: float) -> Agreement:
+    """Compare two models on the first prompts of the evaluation split of the run's task.
+
+    Args:
+      tolerance: for `Agreement.holds`.
+    """
+    task, config = TASKS[trained.config.task], trained.config
+    variant = {"variant": config.variant} if config.variant else {}
+    source = task.make_source(config.eval_split or task.eval_split, data_dir=config.data_dir or None, **variant)
+    batches = make_prompt_batches(
+        source, trained.backbone.tokenizer, batch_size=_VERIFIED_PROMPTS, examples=min(_VERIFIED_PROMPTS, len(source))
+    )
+    run = nnx.jit(lambda model, ids, mask: model(ids, attention_mask=mask))
+    largest, divergence, agreed, positions = 0.0, 0.0, 0, 0
+    for batch in batches:
+        rows = batch.attention_mask & (np.arange(len(batch.attention_mask)) < len(batch.examples))[:, None]
+        logits = [
+            np.asarray(run(model, batch.input_ids, batch.attention_mask), np.float64)[rows] for model in (left, right)
+        ]
+        largest = float(np.maximum(largest, np.abs(logits[0] - logits[1]).max()))  # unlike max() it keeps NaN
+        logs = [values - _log_sum_exp(values) for values in logits]
+        divergence += float((np.exp(logs[0]) * (logs[0] - logs[1])).sum())
+        agreed += int((logits[0].argmax(-1) == logits[1].argmax(-1)).sum())
+        positions += int(rows.sum())
+    return Agreement(
+        positions=positions,
+        largest_difference=largest,
+        mean_kl=divergence / positions,
+        argmax_agreement=agreed / positions,
+        tolerance=tolerance,
+    )
+
+
+def _log_sum_exp(values: np.ndarray) -> np.ndarray:
+    highest = values.max(axis=-1, keepdims=True)
+    return np.log(np.exp(values - highest).sum(axis=-1, keepdims=True)) + highest
+
+
+def _read_config(workdir: Path) -> TrainConfig:
+    path = workdir / "config.json"
+    try:
+        return config_from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"workdir={workdir} is not the folder of a run: {path} cannot be read ({error}).") from error
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
+
+
+def _restore(workdir: Path, config: TrainConfig, backbone: Backbone, step: int | None) -> Trained:
+    sizes = parse_mesh(config.mesh)
+    # The run's mesh where this machine has one; the values do not depend on it.
+    mesh = make_mesh(sizes if math.prod(sizes.values()) <= jax.device_count() else {})
+    parameters = make_parameters(config, backbone, mesh)
+    folder = workdir / "checkpoints"
+    with Checkpoints(folder, writer=False) as checkpoints:
+        restored = checkpoints.restore({"parameters": parameters.trainable_like}, step=step, partial=True)
+    if restored is None:
+        asked = "a checkpoint" if step is None else f"step {step}"
+        raise UsageError(f"{folder} does not hold {asked}: train first, or name another --step or --workdir.")
+    check_frozen(restored.data.get("frozen"), parameters.fingerprint, config.backbone)
+    scale = lora_scale(config.lora_rank, config.lora_alpha) if config.lora_rank else None
+    # Adapters are merged into float32: a sum in the narrow dtype of the frozen weights would lose most of them.
+    frozen = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), parameters.make_frozen())
+    joined = join_parameters(restored.state["parameters"], frozen)
+    return Trained(config=config, backbone=backbone, step=restored.step, parameters=joined, scale=scale)
+
+
+def _write_merged(trained: Trained, folder: Path) -> None:
+    parameters = trained.parameters if trained.scale is None else merge_lora(trained.parameters, trained.scale)
+    backbone = trained.backbone
+    save_parameters(parameters, _plain(backbone), folder, source=backbone.folder)
+    if backbone.folder is None:
+        backbone.tokenizer.save(folder)
+
+
+def _write_adapter(trained: Trained, folder: Path) -> None:
+    folder.mkdir()
+    backbone = trained.backbone
+    save_adapter(
+        split_trainable(trained.parameters)[0],
+        folder,
+        num_layers=backbone.config.num_layers,
+        scale=trained.scale,
+        base=backbone.name if is_hub_name(backbone.name) else str(backbone.folder.resolve()),
+        prefix=_prefix(backbone),
+    )
+    for pattern in _TOKENIZER_FILES:
+        for path in backbone.folder.glob(pattern):
+            shutil.copyfile(path, folder / path.name)
+
+
+def _prefix(backbone: Backbone) -> str:
+    return find_prefix(open_folder(backbone.folder).tensors)
+
+
+def _plain(backbone: Backbone) -> DecoderConfig:
+    """The decoder's config without the dropout of training, which no config.json of these families has."""
+    return dataclasses.replace(backbone.config, dropout=0.0)
+
+
+def _verify(trained: Trained, folder: Path, *, adapter: bool) -> Agreement:
+    """Compare with the run's own parameters, unmerged; products are in float32 on both sides."""
+    ours = _model(trained, trained.parameters)
+    if adapter:
+        adapters, frozen = split_trainable(trained.parameters)
+        read, scale = load_adapter(
+            folder, adapters, num_layers=trained.backbone.config.num_layers, prefix=_prefix(trained.backbone)
+        )
+        theirs = _model(dataclasses.replace(trained, scale=scale), join_parameters(read, frozen))
+        written = "float32"
+    else:
+        theirs = load_pretrained(folder)
+        kinds = {tensor.dtype.name for tensor in open_folder(folder).tensors.values()}
+        written = max(kinds, key=lambda name: TOLERANCES.get(name, 0.0))
+    return compare_logits(ours, theirs, trained, tolerance=TOLERANCES.get(written, TOLERANCES["float32"]))
+
+
+def _model(trained: Trained, parameters: Mapping[str, Any]) -> nnx.Module:
+    config, scale = trained.config, trained.scale
+
+    def make() -> nnx.Module:
+        model = Decoder(_plain(trained.backbone), rngs=nnx.Rngs(0), scan_layers=config.scan_layers)
+        if scale is not None:
+            targets = [name.strip() for name in config.lora_targets.split(",") if name.strip()]
+            add_lora(model, rank=config.lora_rank, alpha=scale * config.lora_rank, targets=targets, rngs=nnx.Rngs(0))
+        return model
+
+    return nnx.merge(nnx.split(nnx.eval_shape(make))[0], parameters)
