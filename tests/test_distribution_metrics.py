@@ -71,7 +71,8 @@ def test_calibration_by_hand():
     # Bin of 0.9: two of two right, off by 0.1 each; bin of 0.6: one of two right, off by 0.1 on average.
     p = [[0.9, 0.1], [0.1, 0.9], [0.6, 0.4], [0.6, 0.4]]
     assert calibration_error(p, [0, 1, 0, 1]) == pytest.approx((0.2 + 0.2) / 4)
-    assert calibration_error(np.array(p) / 2, [0, 1, 0, 1]) == pytest.approx(0.1)  # mass off the numbers changes nothing
+    # Mass off the numbers changes nothing.
+    assert calibration_error(np.array(p) / 2, [0, 1, 0, 1]) == pytest.approx(0.1)
     assert calibration_error(p, [0, 1, 0, 1], bins=1) == pytest.approx(0)
 
 

@@ -1,7 +1,8 @@
 """How good the predicted distribution over numeric tokens is, at positions whose target is one of them; in float64.
 
 All functions take p [n, N], the probabilities that the softmax over the whole vocabulary gives the N numeric tokens,
-the targets' columns t [n], and the tokens' values v [N]. q = p / sum p is the distribution given that the token is numeric.
+the targets' columns t [n], and the tokens' values v [N]. q = p / sum p is the distribution given that the token is
+numeric.
 """
 
 import dataclasses

@@ -1,21 +1,29 @@
 """The arithmetic task: a TensorFlow Datasets builder (without TensorFlow) of add/subtract questions, and its row."""
 
-import contextlib
 import dataclasses
-import fcntl
 import hashlib
-import io
-import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 import tensorflow_datasets as tfds
-from absl import logging
 
 from train.tasks.base import Example, Task
 from train.tasks.expressions import GENERATOR_VERSION, Difficulty, evaluate, sample_expression, split_of
+from train.tasks.prepared import Record, RecordSource, default_data_dir, prepare_builder
+
+__all__ = [
+    "ARITH",
+    "VARIANTS",
+    "Arith",
+    "ArithConfig",
+    "ArithSource",
+    "SplitSpec",
+    "default_data_dir",
+    "generate_questions",
+    "make_source",
+    "prepare",
+]
 
 TEMPLATES = ("{}", "What is {}?", "What is the value of {}?", "Evaluate {}.", "Calculate {}.")
 MAX_QUESTION_CHARACTERS, MAX_ANSWER_CHARACTERS = 160, 30
@@ -155,7 +163,7 @@ class Arith(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         self.info.metadata[split] = content.hexdigest()
 
 
-class ArithSource:
+class ArithSource(RecordSource):
     """One prepared split in random access; examples are read from array_record files when asked for.
 
     Args:
@@ -164,61 +172,17 @@ class ArithSource:
     """
 
     def __init__(self, builder: Arith, split: str) -> None:
-        self.split = split
-        self.fingerprint = f"{builder.info.full_name}/{split}/{builder.info.metadata[split]}"
-        self._records = builder.as_data_source(split=split)
+        super().__init__(builder, split, self._question)
 
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def __getitem__(self, index: int) -> Example:
-        return self._example(index, self._records[index])
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Example]:
-        return [self._example(*pair) for pair in zip(indices, self._records.__getitems__(indices), strict=True)]
-
-    def _example(self, index: int, record: Mapping[str, bytes]) -> Example:
-        prompt = record["question"].decode() + ANSWER_SEPARATOR
-        return Example(key=f"{self.split}-{index}", prompt=prompt, answer=record["answer"].decode())
-
-
-def default_data_dir() -> str:
-    """Folder for prepared data: ``smmd_jax/data`` in the user's cache folder (``$XDG_CACHE_HOME`` or ``~/.cache``)."""
-    return str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "smmd_jax" / "data")
+    def _question(self, index: int, record: Record) -> Example:
+        return Example(
+            key=f"{self.split}-{index}", prompt=record["question"] + ANSWER_SEPARATOR, answer=record["answer"]
+        )
 
 
 def prepare(config: ArithConfig, *, data_dir: str | None = None) -> Arith:
-    """Generate the data set unless it is there already; safe when several processes of a machine ask at once.
-
-    Args:
-      config: from `ArithConfig.make`.
-      data_dir: folder of prepared data; None is `default_data_dir()`.
-
-    Returns:
-      The prepared builder.
-    """
-    root = Path(data_dir or default_data_dir()).absolute()
-    root.mkdir(parents=True, exist_ok=True)
-    tfds.disable_progress_bar()
-    # TFDS writes to a temporary folder and renames it; without the lock the slower of two writers fails at the rename.
-    with open(root / f".{config.name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with _quiet_tfds():
-            builder = Arith(config=config, data_dir=str(root), file_format="array_record")
-            builder.download_and_prepare()
-    return builder
-
-
-@contextlib.contextmanager
-def _quiet_tfds() -> Iterator[None]:
-    """TFDS announces every preparation on stdout and warns of each configuration that it does not list."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.ERROR)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
+    """Generate the data set unless it is there already; see `train.tasks.prepared.prepare_builder`."""
+    return prepare_builder(Arith, config, data_dir=data_dir)
 
 
 def make_source(

@@ -51,6 +51,8 @@ class Task:
       defaults: overrides of the training defaults for the default run of this task.
       chat: whether a question is put to the model in its chat template, as one message of the user; needs a model that
         has one.
+      chat_variants: the variants for which that holds although `chat` is false.
+      max_new_tokens: tokens of a generated answer that does not end by itself; no shorter than the task's own answers.
       make_source: ``make_source(split, *, data_dir=None, seed=0, variant=variants[0]) -> Source``.
     """
 
@@ -64,3 +66,9 @@ class Task:
     defaults: Mapping[str, object]
     make_source: Callable[..., Source]
     chat: bool = False
+    chat_variants: tuple[str, ...] = ()
+    max_new_tokens: int = 32
+
+    def is_chat(self, variant: str) -> bool:
+        """Say whether the questions of a variant are put as chats; "" is the first variant."""
+        return self.chat or (variant or self.variants[0]) in self.chat_variants
