@@ -4,6 +4,7 @@ Everything here runs once per tokenizer, on the host, in float64; only the finis
 """
 
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -14,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float64, Int, Real
 
+from smmd_jax.kernel_inputs import at_least_one, checked_gram, checked_seed, checked_sigmas, checked_values, distances
 from smmd_jax.numeric_vocab import NumericVocab
+from smmd_jax.scalars import as_real
 
 Gram = Float64[np.ndarray, "N N"]
 Values = Real[Any, "N"] | Sequence[float]
@@ -49,8 +52,8 @@ def rbf_kernel(values: Values, sigma: Sigma = 2.0, *, rescale: float | None = No
       Zuo et al., "Enhancing Numerical Prediction in LLMs via Smooth MMD Alignment", 2026, arXiv 2606.27731.
       Gretton et al., "A Kernel Two-Sample Test", JMLR 2012, section 2.2.
     """
-    sigmas = _checked_sigmas(sigma)
-    distance = _distances(_checked_values(values), rescale)
+    sigmas = checked_sigmas(sigma)
+    distance = distances(checked_values(values), rescale)
     return np.mean([np.exp(-0.5 * (distance / s) ** 2) for s in sigmas], axis=0)
 
 
@@ -69,8 +72,8 @@ def laplace_kernel(values: Values, sigma: Sigma = 2.0, *, rescale: float | None 
     References:
       Zuo et al., "Enhancing Numerical Prediction in LLMs via Smooth MMD Alignment", 2026, arXiv 2606.27731 (ablation).
     """
-    sigmas = _checked_sigmas(sigma)
-    distance = _distances(_checked_values(values), rescale)
+    sigmas = checked_sigmas(sigma)
+    distance = distances(checked_values(values), rescale)
     return np.mean([np.exp(-distance / s) for s in sigmas], axis=0)
 
 
@@ -96,8 +99,8 @@ def shuffled_kernel(values: Values, sigma: Sigma = 2.0, *, seed: int = 0) -> Gra
       Zuo et al., "Enhancing Numerical Prediction in LLMs via Smooth MMD Alignment", 2026, arXiv 2606.27731
       (ablation "shuffled mapping").
     """
-    checked = _checked_values(values)
-    return rbf_kernel(np.random.default_rng(_checked_seed(seed)).permutation(checked), sigma)
+    checked = checked_values(values)
+    return rbf_kernel(np.random.default_rng(checked_seed(seed)).permutation(checked), sigma)
 
 
 def random_kernel(values: Values, *, seed: int = 0, features: int = 4, power: int = 4) -> Gram:
@@ -125,11 +128,9 @@ def random_kernel(values: Values, *, seed: int = 0, features: int = 4, power: in
       Zuo et al., "Enhancing Numerical Prediction in LLMs via Smooth MMD Alignment", 2026, arXiv 2606.27731,
       appendix C.4 (ablation "random kernel").
     """
-    for name, number in (("features", features), ("power", power)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"random_kernel: {name} must be an integer of at least 1, got {number!r}.")
-    rng = np.random.default_rng(_checked_seed(seed))
-    signs = rng.choice([-1.0, 1.0], size=(_checked_values(values).size, features))
+    features, power = at_least_one("features", features), at_least_one("power", power)
+    rng = np.random.default_rng(checked_seed(seed))
+    signs = rng.choice([-1.0, 1.0], size=(checked_values(values).size, features))
     return (signs @ signs.T / features) ** power
 
 
@@ -160,7 +161,7 @@ def graph_laplacian(gram: Matrix) -> Gram:
     References:
       Belkin and Niyogi, "Laplacian Eigenmaps for Dimensionality Reduction and Data Representation", 2003, section 2.
     """
-    gram = _checked_gram(gram)
+    gram = checked_gram(gram)
     return np.diag(gram.sum(1)) - gram
 
 
@@ -185,7 +186,7 @@ def default_alpha(gram: Matrix) -> float:
     References:
       Zuo et al., "Enhancing Numerical Prediction in LLMs via Smooth MMD Alignment", 2026, arXiv 2606.27731.
     """
-    mean_degree = float(_checked_gram(gram).sum(1).mean())
+    mean_degree = float(checked_gram(gram).sum(1).mean())
     if mean_degree <= 0:
         raise ValueError(f"default_alpha: the kernel's mean degree is {mean_degree:.6g}, not positive; pass alpha.")
     return 1.0 / (2.0 * mean_degree)
@@ -253,11 +254,12 @@ def make_numeric_kernel(
 
     Args:
       vocab: the numeric vocabulary, N tokens.
-      kernel: a name in `KERNELS`, or a function from [N] values to an [N, N] matrix.
-      sigma: bandwidth or bandwidths in units of the values; the random kernel and a function of your own have none.
+      kernel: a name in `KERNELS`, or a function from [N] values to a positive semi-definite [N, N] matrix. It is given
+        sigma, rescale and seed by name where it takes them and they are not at their defaults.
+      sigma: bandwidth or bandwidths in units of the values, for a kernel that has one.
       alpha: weight of the smoothness term; None takes `default_alpha`.
       rescale: upper end of the rescaled distances (9 in the authors' release); None keeps the values' own distances.
-      seed: seed of the shuffled and the random kernel.
+      seed: seed of the shuffled and the random kernel; the others draw nothing.
       terms: "smmd", "mmd" or "smoothness" (weighed by alpha, as in the paper's ablation).
 
     Returns:
@@ -265,7 +267,8 @@ def make_numeric_kernel(
 
     Raises:
       ValueError: an unknown kernel or terms (the known ones are listed), alpha given with terms="mmd", alpha negative
-        or not finite, rescale for a kernel without distances, or what the kernel function itself refuses.
+        or not finite, a sigma or rescale that the kernel does not take, a function of your own whose K or M is not
+        positive semi-definite (`functools.partial(random_kernel, power=5)` apart), or what the kernel itself refuses.
       TypeError: vocab is not a `NumericVocab`.
 
     Example:
@@ -287,102 +290,71 @@ def make_numeric_kernel(
     if terms == "mmd" and alpha is not None:
         raise ValueError(f"make_numeric_kernel: terms='mmd' has no smoothness term, so alpha={alpha!r} has no meaning.")
     values = np.asarray(vocab.values, np.float64)
-    gram = _checked_gram(_gram(values, kernel, sigma=sigma, rescale=rescale, seed=seed))
+    gram = checked_gram(_gram(values, kernel, sigma=sigma, rescale=rescale, seed=seed))
     if len(gram) != len(values):
         raise ValueError(f"make_numeric_kernel: the kernel is {gram.shape} for {len(values)} values.")
     if terms == "mmd":
         alpha = 0.0
     elif alpha is None:
         alpha = default_alpha(gram)
-    elif not _is_number(alpha) or not math.isfinite(alpha) or alpha < 0:
+    elif (number := as_real(alpha)) is None or not math.isfinite(number) or number < 0:
         raise ValueError(f"make_numeric_kernel: alpha must be finite and at least 0, got {alpha!r}.")
     form = TERMS[terms](gram, float(alpha))
     with np.errstate(over="ignore"):
         stored = np.asarray(form, np.float32)
     if not np.isfinite(stored).all():
         raise ValueError(f"make_numeric_kernel: the kernel with alpha={alpha!r} leaves the range of float32.")
+    if callable(kernel):
+        _check_definite(kernel, gram, form)
     as_float32 = lambda array: jnp.asarray(np.asarray(array, np.float32))
     return NumericKernel(vocab=vocab, gram=as_float32(gram), alpha=as_float32(alpha), form=as_float32(form))
 
 
 def _gram(values: np.ndarray, kernel: str | Callable, **options: Any) -> np.ndarray:
-    """Call the kernel with those options that it has; `rescale` for a kernel that has no distances is refused."""
+    """Call the kernel with those options that it takes; one that it does not take must stand at its default."""
     if callable(kernel):
-        function, name, accepted = kernel, getattr(kernel, "__name__", repr(kernel)), {}
+        name, function = _name_of(kernel), kernel
     elif isinstance(kernel, str) and kernel in KERNELS:
-        function, name, accepted = KERNELS[kernel], kernel, inspect.signature(KERNELS[kernel]).parameters
+        name, function = repr(kernel), KERNELS[kernel]
     else:
         raise ValueError(f"make_numeric_kernel: unknown kernel {kernel!r}; known: {', '.join(KERNELS)}, or a function.")
-    if options["rescale"] is not None and "rescale" not in accepted:
-        raise ValueError(f"make_numeric_kernel: kernel {name!r} takes no rescale (got {options['rescale']!r}).")
-    return function(values, **{key: value for key, value in options.items() if key in accepted})
+    taken = _options_of(function)
+    defaults = inspect.signature(make_numeric_kernel).parameters
+    given = {key: value for key, value in options.items() if value is not defaults[key].default}
+    given = {key: value for key, value in given.items() if as_real(value) is None or value != defaults[key].default}
+    for key in ("sigma", "rescale"):
+        if key in given and key not in taken:
+            raise ValueError(f"make_numeric_kernel: kernel {name} takes no {key} (got {given[key]!r}); leave it out.")
+    # A function of one's own keeps its own defaults.
+    passed = given if callable(kernel) else options
+    return function(values, **{key: value for key, value in passed.items() if key in taken})
 
 
-def _distances(values: np.ndarray, rescale: float | None) -> np.ndarray:
-    distance = np.abs(values[:, None] - values[None, :])
-    if rescale is None:
-        return distance
-    if not _is_number(rescale) or not math.isfinite(rescale) or rescale <= 1:
-        raise ValueError(f"rescale must be a finite number above 1 or None, got {rescale!r}.")
-    apart = distance > 0
-    if not apart.any():
-        return distance
-    smallest, largest = float(distance[apart].min()), float(distance.max())
-    if (rescale - 1.0) * smallest > largest - smallest:
+def _options_of(function: Callable) -> set[str]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # functions written in C may have no signature
+        return set()
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {parameter.name for parameter in parameters if parameter.kind in by_name}
+
+
+def _name_of(function: Callable) -> str:
+    function = function.func if isinstance(function, functools.partial) else function
+    return getattr(function, "__name__", repr(function))
+
+
+def _check_definite(kernel: Callable, gram: Gram, form: Gram) -> None:
+    """Refuse what would make the loss negative; the authors' own odd power of the random kernel is let through."""
+    for matrix, what in ((gram, "K"), (form, "M")):
+        spectrum = np.linalg.eigvalsh((matrix + matrix.T) / 2)
+        # a kernel may come in float32
+        if spectrum[0] >= -1e-6 * max(spectrum[-1], -spectrum[0]):
+            continue
+        if isinstance(kernel, functools.partial) and kernel.func is random_kernel:
+            continue
         raise ValueError(
-            f"rescale={rescale:g} makes the kernel indefinite on these values: (rescale - 1) * smallest distance = "
-            f"{(rescale - 1.0) * smallest:g} exceeds largest - smallest = {largest - smallest:g}; "
-            "use a smaller rescale, or None."
+            f"make_numeric_kernel: {what} of kernel {_name_of(kernel)} is not positive semi-definite: its eigenvalues "
+            f"go from {spectrum[0]:.3g} to {spectrum[-1]:.3g}, so the loss could be negative; use a positive "
+            "semi-definite kernel without negative entries."
         )
-    slope = (rescale - 1.0) / (largest - smallest)
-    return np.where(apart, 1.0 + (distance - smallest) * slope, 0.0)
-
-
-def _checked_values(values: Any) -> np.ndarray:
-    if isinstance(values, jax.core.Tracer):
-        raise TypeError("kernels are built on the host in float64: call the kernel outside jit and pass its result in.")
-    array = np.asarray(values)
-    if array.dtype.kind not in "fiu" and not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"kernel values must be real numbers, got dtype {array.dtype}.")
-    array = array.astype(np.float64)
-    if array.ndim != 1 or array.size == 0 or not np.isfinite(array).all():
-        raise ValueError(f"kernel values must be a non-empty vector of finite numbers, got shape {array.shape}"
-                         + ("." if array.ndim != 1 or array.size == 0 else " with NaN or infinity in it."))
-    return array
-
-
-def _checked_sigmas(sigma: Sigma) -> list[float]:
-    if isinstance(sigma, jax.core.Tracer):
-        raise TypeError("sigma must be a Python number: kernels are built on the host, outside jit.")
-    several = isinstance(sigma, Sequence | np.ndarray | jax.Array) and not isinstance(sigma, str) and np.ndim(sigma) > 0
-    sigmas = list(sigma) if several else [sigma]
-    if not sigmas or not all(_is_number(s) and math.isfinite(s) and s > 0 for s in sigmas):
-        raise ValueError(f"sigma must be a positive finite number or a non-empty sequence of them, got {sigma!r}.")
-    # 1 / sigma must not overflow: exp(-(0 / 0)) would put NaN on the diagonal.
-    if min(float(s) for s in sigmas) < 1e-150:
-        raise ValueError(f"sigma must be at least 1e-150 to stay finite in float64, got {sigma!r}.")
-    return [float(s) for s in sigmas]
-
-
-def _checked_gram(gram: Any) -> np.ndarray:
-    if isinstance(gram, jax.core.Tracer):
-        raise TypeError("kernel matrices are built on the host in float64: call this outside jit.")
-    array = np.asarray(gram, np.float64)
-    if array.ndim != 2 or array.shape[0] != array.shape[1] or array.size == 0:
-        raise ValueError(f"a kernel matrix must be square and non-empty, got shape {array.shape}.")
-    if not np.isfinite(array).all() or not np.allclose(array, array.T, rtol=0, atol=1e-6):
-        raise ValueError("a kernel matrix must be finite and symmetric; this one is not.")
-    return array
-
-
-def _checked_seed(seed: Any) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
-        raise ValueError(f"seed must be a non-negative integer, got {seed!r}.")
-    return int(seed)
-
-
-def _is_number(number: Any) -> bool:
-    """Say whether this is a real scalar; bool, str and complex are not."""
-    if isinstance(number, bool | np.bool_ | str | bytes) or np.ndim(number) != 0:
-        return False
-    return isinstance(number, int | float | np.integer | np.floating | jax.Array)

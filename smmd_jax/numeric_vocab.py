@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from smmd_jax.errors import TokenizerError, TokenRangeError
 from smmd_jax.number_grammar import OTHER_TEXT, POLICIES, parse_number
+from smmd_jax.scalars import as_integer
 from smmd_jax.tokenizer_pieces import Piece, read_pieces
 
 DEFAULT_MAX_VALUE = 999
@@ -156,13 +157,13 @@ def make_numeric_vocab(
       Zuo et al., "Enhancing Numerical Prediction in LLMs via Smooth MMD Alignment", 2026, Algorithm 1, which parses
       with float(); the released code keeps the canonical integers 0..999, our default.
     """
-    _check_rule(policy, max_value)
+    max_value = _checked_rule(policy, max_value)
     excluded = _integers(exclude_ids, "exclude_ids")
     pieces = _given_pieces(tokens)
     unused = len(excluded - {piece.token_id for piece in pieces})
     notes = [f"{unused} of exclude_ids belong to no token"] if unused else []
     pieces = [p._replace(left_out=_EXCLUDED) if p.token_id in excluded else p for p in pieces]
-    return _select(pieces, policy, int(max_value), notes)
+    return _select(pieces, policy, max_value, notes)
 
 
 def numeric_vocab_from_tokenizer(
@@ -202,14 +203,14 @@ def numeric_vocab_from_tokenizer(
       >>> numeric_vocab_from_tokenizer(tokenizer, vocab_size=64).token_ids.tolist()
       [2, 1]
     """
-    _check_rule(policy, max_value)
+    max_value = _checked_rule(policy, max_value)
     if vocab_size is not None:
-        _check_integer(vocab_size, "vocab_size", "the width of the model's head", least=1)
+        vocab_size = _checked_integer(vocab_size, "vocab_size", "the width of the model's head", least=1)
     pieces = read_pieces(tokenizer)
     tokenizer_size = max((piece.token_id for piece in pieces), default=-1) + 1
     narrow = vocab_size is not None and vocab_size < tokenizer_size
     notes = [f"the head's width {vocab_size} is less than the tokenizer's {tokenizer_size} ids"] if narrow else []
-    vocab = _select(pieces, policy, int(max_value), notes)
+    vocab = _select(pieces, policy, max_value, notes)
     if vocab.report.distinct_values == 1:
         raise TokenizerError(
             f"the tokenizer has one number only ({vocab.report.smallest_value:.9g}) among {len(pieces)} tokens under "
@@ -224,26 +225,30 @@ def numeric_vocab_from_tokenizer(
     return vocab
 
 
-def _check_integer(value: object, name: str, meaning: str, *, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+def _checked_integer(value: object, name: str, meaning: str, *, least: int) -> int:
+    number = as_integer(value)
+    if number is None:
         raise TypeError(f"{name} is {value!r}, a {type(value).__name__}: wanted an integer, {meaning}")
-    if value < least:
-        raise ValueError(f"{name} is {value}: wanted at least {least}, {meaning}")
+    if number < least:
+        raise ValueError(f"{name} is {number}: wanted at least {least}, {meaning}")
+    return number
 
 
-def _check_rule(policy: object, max_value: object) -> None:
+def _checked_rule(policy: object, max_value: object) -> int:
+    """The largest number, an integer."""
     if not isinstance(policy, str) or policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}: the known ones are {', '.join(POLICIES)}")
-    _check_integer(max_value, "max_value", "the largest number of the integer policies", least=0)
+    return _checked_integer(max_value, "max_value", "the largest number of the integer policies", least=0)
 
 
 def _integers(ids: Iterable[int], name: str) -> set[int]:
     if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
         raise TypeError(f"{name} is {ids!r}: wanted integers, such as tokenizer.all_special_ids")
-    ids = list(ids)
-    for token_id in ids:
-        _check_integer(token_id, f"an entry of {name}", "a token id", least=0)
-    return {int(token_id) for token_id in ids}
+    try:
+        ids = list(ids)
+    except TypeError:  # an array without an axis
+        raise TypeError(f"{name} is {ids!r}: wanted several integers, such as tokenizer.all_special_ids") from None
+    return {_checked_integer(token_id, f"an entry of {name}", "a token id", least=0) for token_id in ids}
 
 
 def _given_pieces(tokens: object) -> list[Piece]:
@@ -261,15 +266,16 @@ def _given_pieces(tokens: object) -> list[Piece]:
         if token is not None and not isinstance(token, str | bytes):
             raise TypeError(f"token {token!r} with id {token_id!r} is a {type(token).__name__}: wanted str or bytes")
         text = token.encode("utf-8", "surrogatepass") if isinstance(token, str) else token or b""
-        if isinstance(token_id, bool) or not isinstance(token_id, int | np.integer):
-            kind = type(token_id).__name__
-            raise TypeError(f"the id of token {_show(text)!r} is {token_id!r}, a {kind}: wanted an integer")
+        given, token_id = token_id, as_integer(token_id)
+        if token_id is None:
+            kind = type(given).__name__
+            raise TypeError(f"the id of token {_show(text)!r} is {given!r}, a {kind}: wanted an integer")
         if not 0 <= token_id < 2**31:
             raise TokenRangeError(f"the id of token {_show(text)!r} is {token_id}: wanted 0 <= id < 2**31")
         if token_id in pieces:
             both = f"{_show(pieces[token_id].text)!r} and {_show(text)!r}"
             raise ValueError(f"id {token_id} is given to two tokens, {both}")
-        pieces[int(token_id)] = Piece(int(token_id), text, _NO_TEXT if token is None else None)
+        pieces[token_id] = Piece(token_id, text, _NO_TEXT if token is None else None)
     return [pieces[token_id] for token_id in sorted(pieces)]
 
 

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from smmd_jax.errors import TokenRangeError
 from smmd_jax.kernels import NumericKernel
 from smmd_jax.numeric_vocab import NumericVocab
+from smmd_jax.scalars import as_real
 
 Vocabulary = NumericKernel | NumericVocab
 
@@ -30,13 +31,54 @@ def check_mask(where: str, mask: Any, shape: tuple[int, ...]) -> None:
         raise TypeError(f"{where}: mask must be boolean (true where it counts), got {mask.dtype}; pass mask != 0.")
 
 
+def as_array(what: str, operand: Any) -> Array:
+    """Convert an operand to an array of JAX; what is none is a TypeError that names it."""
+    if isinstance(operand, jax.Array):
+        return operand
+    try:
+        return jnp.asarray(as_host_array(what, operand))
+    except jax.errors.TracerArrayConversionError:  # a list of traced values
+        try:
+            return jnp.asarray(operand)
+        except (TypeError, ValueError):
+            raise _ragged(what, operand) from None
+
+
+def as_host_array(what: str, operand: Any) -> np.ndarray:
+    """As `as_array`, to an array of NumPy: nothing is narrowed yet."""
+    try:
+        array = np.asarray(operand)
+    except ValueError:
+        raise _ragged(what, operand) from None
+    if array.dtype.kind in "OUSTMm":
+        shown = "None" if operand is None else f"a {type(operand).__name__} of dtype {array.dtype}"
+        raise TypeError(f"{what} must be an array of numbers, got {shown}.")
+    return array
+
+
+def _ragged(what: str, operand: Any) -> TypeError:
+    kind = type(operand).__name__
+    return TypeError(f"{what} must be an array of numbers, got a {kind} whose rows differ in length.")
+
+
+def as_integers(what: str, operand: Any) -> np.ndarray:
+    """Convert integers to an array of NumPy, in their own width; an empty list, of no dtype yet, is one of integers."""
+    array = as_host_array(what, operand)
+    return array.astype(np.int32) if array.size == 0 and isinstance(operand, list | tuple) else array
+
+
+def check_real(what: str, array: Array) -> None:
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        raise TypeError(f"{what} must be real numbers, got dtype {array.dtype}.")
+
+
 def as_token_ids(what: str, targets: Any) -> Int[Array, "*batch"]:
     """Convert token ids to int32; what int32 cannot hold stays outside every vocabulary instead of wrapping into it.
 
     Narrow ids are widened: compared with the vocabulary's width in uint8, that width itself would wrap.
     """
     if not isinstance(targets, jax.Array):
-        targets = np.asarray(targets)
+        targets = as_integers(what, targets)
         if targets.dtype.kind in "iu" and targets.dtype.itemsize == 8:
             targets = np.clip(targets, -1, 2**31 - 1)
     check_targets_dtype(what, targets)
@@ -45,17 +87,17 @@ def as_token_ids(what: str, targets: Any) -> Int[Array, "*batch"]:
 
 def check_positive(where: str, **numbers: float) -> None:
     """Refuse a parameter that float32 would hold as 0, infinity or NaN."""
-    for name, number in numbers.items():
-        is_number = isinstance(number, int | float | np.integer | np.floating) and not isinstance(number, bool)
-        if not is_number or not 0 < np.float32(min(number, 1e39)) < np.inf:
-            raise ValueError(f"{where}: {name} must be a positive finite float32 number, got {number!r}.")
+    for name, given in numbers.items():
+        number = as_real(given)
+        if number is None or not 0 < np.float32(min(number, 1e39)) < np.inf:
+            raise ValueError(f"{where}: {name} must be a positive finite float32 number, got {given!r}.")
 
 
 def check_operands(
     name: str, scores: Any, targets: Any, mask: Any, *, what: str = "logits", last: str = "V"
 ) -> tuple[Float[Array, "*batch V"], Int[Array, "*batch"], Bool[Array, "*batch"] | None]:
     """Convert the operands of a loss to arrays and check that they fit one another."""
-    scores, targets = jnp.asarray(scores), as_token_ids(f"{name}: targets", targets)
+    scores, targets = as_array(f"{name}: {what}", scores), as_token_ids(f"{name}: targets", targets)
     if not jnp.issubdtype(scores.dtype, jnp.floating):
         raise TypeError(f"{name}: {what} must be floating point, got dtype {scores.dtype}.")
     if scores.ndim == 0 or scores.shape[:-1] != targets.shape:
@@ -64,7 +106,7 @@ def check_operands(
             "nothing is shifted here: shift_targets moves the targets by one."
         )
     if mask is not None:
-        mask = jnp.asarray(mask)
+        mask = as_array(f"{name}: mask", mask)
         check_mask(name, mask, targets.shape)
     return scores, targets, mask
 
@@ -89,7 +131,7 @@ def check_head_width(name: str, kernel: Vocabulary, width: int) -> None:
 
 def check_head(name: str, hidden: Any, head: Any, kernel: Vocabulary) -> Float[Array, "D V"]:
     """Check a head of shape [D, V] against hidden states [..., D]."""
-    head = jnp.asarray(head)
+    head = as_array(f"{name}: head", head)
     if not jnp.issubdtype(head.dtype, jnp.floating):
         raise TypeError(f"{name}: head must be floating point, got dtype {head.dtype}.")
     depth = hidden.shape[-1]

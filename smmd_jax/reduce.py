@@ -1,7 +1,13 @@
 """Reductions that carry numerator and denominator apart until the one division, over the global batch."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num
+
+from smmd_jax.operands import as_array, as_host_array, check_real
 
 
 def sum_and_count(
@@ -20,13 +26,14 @@ def sum_and_count(
 
     Raises:
       ValueError: the shapes differ.
-      TypeError: the mask is not boolean.
+      TypeError: values that are not real numbers, or a mask that is not boolean.
 
     Example:
       >>> sum_and_count(jnp.array([1.0, 2.0, jnp.nan]), jnp.array([True, True, False]))
       (Array(3., dtype=float32), Array(2, dtype=int32))
     """
-    values, mask = jnp.asarray(values), jnp.asarray(mask)
+    values, mask = as_array("sum_and_count: values", values), as_array("sum_and_count: mask", mask)
+    check_real("sum_and_count: values", values)
     if values.shape != mask.shape:
         raise ValueError(f"sum_and_count: values {values.shape} and mask {mask.shape} must have the same shape.")
     if mask.dtype != jnp.bool_:
@@ -49,9 +56,19 @@ def mean_from(
     Returns:
       [...] float32.
 
+    Raises:
+      TypeError: a sum or count that is not a real number.
+
     Example:
       >>> mean_from(6.0, 3), mean_from(0.0, 0)
       (Array(2., dtype=float32), Array(0., dtype=float32))
     """
-    sum, count = jnp.asarray(sum, jnp.float32), jnp.asarray(count)
-    return jnp.where(count > 0, sum, 0.0) / jnp.where(count > 0, count, 1).astype(jnp.float32)
+    sum, count = _as_float32("mean_from: sum", sum), _as_float32("mean_from: count", count)
+    return jnp.where(count > 0, sum, 0.0) / jnp.where(count > 0, count, 1.0)
+
+
+def _as_float32(what: str, operand: Any) -> Float[Array, "*batch"]:
+    """On the host where it is there: a count of 64 bits would wrap under int32."""
+    array = operand if isinstance(operand, jax.Array) else as_host_array(what, operand)
+    check_real(what, array)
+    return jnp.asarray(array.astype(np.float32))

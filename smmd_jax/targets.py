@@ -3,19 +3,22 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from smmd_jax.errors import TokenRangeError
 from smmd_jax.operands import (
     Vocabulary,
+    as_array,
+    as_host_array,
+    as_integers,
     as_token_ids,
     check_mask,
     check_targets_dtype,
     check_vocabulary,
     match_targets,
 )
+from smmd_jax.scalars import as_integer
 
 
 def shift_targets(
@@ -43,8 +46,8 @@ def shift_targets(
       >>> targets, mask
       (array([8, 9, 2]), array([False,  True,  True]))
     """
-    ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
-    mask = mask if isinstance(mask, jax.Array) else np.asarray(mask)
+    ids = ids if isinstance(ids, jax.Array) else as_integers("shift_targets: ids", ids)
+    mask = mask if isinstance(mask, jax.Array) else as_host_array("shift_targets: mask", mask)
     if ids.shape != mask.shape or ids.ndim == 0 or ids.shape[-1] == 0:
         raise ValueError(
             f"shift_targets: ids {ids.shape} and mask {mask.shape} must have the same shape [..., T] with T >= 1."
@@ -78,13 +81,15 @@ the batch. Mask positions that are not to be learnt.
     """
     if isinstance(targets, jax.core.Tracer) or isinstance(mask, jax.core.Tracer):
         raise TypeError("check_targets looks at values, so it runs on the host: call it outside jit, on NumPy arrays.")
-    array = np.asarray(targets)
+    array = as_integers("check_targets: targets", targets)
     check_targets_dtype("check_targets: targets", array)
-    if isinstance(vocab_size, bool) or not isinstance(vocab_size, int | np.integer) or vocab_size < 1:
+    size = as_integer(vocab_size)
+    if size is None or size < 1:
         raise ValueError(f"check_targets: vocab_size must be a positive integer, got {vocab_size!r}.")
+    vocab_size = size
     bad = (array < 0) | (array >= vocab_size)
     if mask is not None:
-        mask = np.asarray(mask)
+        mask = as_host_array("check_targets: mask", mask)
         check_mask("check_targets", mask, array.shape)
         bad &= mask
     if not bad.any():
@@ -118,12 +123,12 @@ def numeric_mask(
 
     Example:
       >>> from smmd_jax.numeric_vocab import make_numeric_vocab
-      >>> numeric_mask(jnp.array([5, 6, 0]), make_numeric_vocab({"7": 5, "8": 6}))
+      >>> numeric_mask(np.array([5, 6, 0]), make_numeric_vocab({"7": 5, "8": 6}))
       Array([ True,  True, False], dtype=bool)
     """
     check_vocabulary("numeric_mask", kernel)
     targets = as_token_ids("numeric_mask: targets", targets)
     if mask is not None:
-        mask = jnp.asarray(mask)
+        mask = as_array("numeric_mask: mask", mask)
         check_mask("numeric_mask", mask, targets.shape)
     return match_targets(targets, kernel.token_ids, mask).any(-1)

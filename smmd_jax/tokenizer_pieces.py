@@ -57,8 +57,13 @@ def read_pieces(tokenizer: object) -> list[Piece]:
       [(0, b'7'), (1, b'x')]
     """
     if isinstance(tokenizer, str | os.PathLike):
-        path = _tokenizer_file(Path(tokenizer))
-        return _pieces_of_json(_load_json(path.read_bytes(), f"{path}"), f"{path}")
+        try:
+            path = _tokenizer_file(Path(tokenizer))
+            data = path.read_bytes()
+        except OSError as error:  # a name too long for the file system, no permission
+            shown = os.fspath(tokenizer)[:80]
+            raise TokenizerError(f"cannot read a tokenizer at {shown!r}: {error.strerror}") from error
+        return _pieces_of_json(_load_json(data, f"{path}"), f"{path}")
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     name = type(tokenizer).__name__
     if not callable(getattr(backend, "to_str", None)):
@@ -141,9 +146,7 @@ def _pieces_of_json(data: dict[str, Any], where: str) -> list[Piece]:
 
 def _hugging_face_pieces(data: dict[str, Any]) -> list[Piece]:
     model = data["model"]
-    # Unigram lists [piece, score] by id; the other models map piece to id.
-    listed = not isinstance(model["vocab"], dict)
-    items = [(entry[0], i) for i, entry in enumerate(model["vocab"])] if listed else list(model["vocab"].items())
+    items = _hugging_face_items(model["vocab"])
     decode = _piece_decoder(data)
     pieces: dict[int, Piece] = {}
     for piece, token_id in items:
@@ -162,6 +165,19 @@ def _hugging_face_pieces(data: dict[str, Any]) -> list[Piece]:
             _check_id(token_id, token["content"], {})
             pieces[token_id] = Piece(token_id, text, reason)
     return list(pieces.values())
+
+
+def _hugging_face_items(vocab: object) -> list[tuple[str, Any]]:
+    """(piece, id) of each entry: Unigram lists [piece, score] by id; the other models map piece to id."""
+    if isinstance(vocab, dict):
+        return list(vocab.items())
+    if not isinstance(vocab, list):
+        kind = type(vocab).__name__
+        raise TokenizerError(f"its vocab is a JSON {kind}: wanted {{piece: id}} or [[piece, score], ...]")
+    for entry in vocab:
+        if not isinstance(entry, list) or not entry or not isinstance(entry[0], str):
+            raise TokenizerError(f"its vocab holds {entry!r}: wanted [piece, score]")
+    return [(entry[0], token_id) for token_id, entry in enumerate(vocab)]
 
 
 def _piece_decoder(data: dict[str, Any]) -> Callable[[str], tuple[bytes, str | None]]:

@@ -379,6 +379,8 @@ REFUSED = {
 }
 REFUSED_BY_SUMS = {
     "weights of another shape": ({"ce_weights": np.ones((3, 4))}, ValueError, ["ce_weights", "(3, 4)", "(3, 5)"]),
+    "complex weights": ({"ce_weights": np.ones((3, 5), complex)}, TypeError, ["ce_weights", "complex"]),
+    "no weights": ({"numeric_weights": None}, TypeError, ["numeric_weights", "None"]),
     "weights that would broadcast": ({"numeric_weights": np.ones(())}, ValueError, ["numeric_weights", "()"]),
 }
 
@@ -405,6 +407,12 @@ def test_weights_that_do_not_fit_are_refused(bad):
     with pytest.raises(error) as caught:
         call(chunked_loss_sums, changes)
     assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.array, jnp.int32], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("function", [chunked_loss_sums, chunked_cross_entropy_and_numeric])
+def test_a_chunk_may_be_any_integer(function, kind):
+    chex.assert_trees_all_equal(call(function, {"chunk": kind(4)}), call(function, {"chunk": 4}))
 
 
 def test_a_mask_of_another_kind_is_refused():

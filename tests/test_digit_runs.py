@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from smmd_jax import LOSSES
+from smmd_jax import LOSSES, ntil_loss, ntil_terms
 from tests.cases import (
     SEQUENCE_ROWS,
     certain_logits,
@@ -123,6 +123,31 @@ def test_segment_ids_of_another_shape_or_type_are_refused(row, segment_ids):
     logits, targets = make_batch(make_vocab(10))
     with pytest.raises((ValueError, TypeError), match="segment_ids"):
         LOSSES[row].function(logits, targets, make_kernel(row), segment_ids=segment_ids)
+
+
+@every_sequence_row
+def test_segment_ids_of_64_bits_stay_apart(row):
+    """Cut to 32 bits, the second would be padding and the third the first."""
+    short = np.array([[1] * 3 + [2] * 3 + [1] * 3 + [0] * (LENGTH - 9)], np.int32)
+    logits, targets, mask = random_logits(0), targets_of("x42042942"), np.ones((1, LENGTH), bool)
+    wide = np.choose(short, [0, 5, 2**32]).astype(np.int64)
+    wide[0, 6:9] = 5 + 2**32
+    kernel = make_kernel(row)
+    found = LOSSES[row].function(logits, targets, kernel, mask=mask, segment_ids=wide)
+    np.testing.assert_array_equal(found, LOSSES[row].function(logits, targets, kernel, mask=mask, segment_ids=short))
+
+
+def test_errors_name_the_function_that_was_called():
+    logits, targets = make_batch(make_vocab(9))
+    for function in (ntil_loss, ntil_terms):
+        for call in (
+            lambda function=function: function(logits, targets, make_kernel(size=9)),
+            lambda function=function: function(logits[0, 0], targets[0, 0], make_kernel()),
+            lambda function=function: function(logits, targets[0], make_kernel()),
+        ):
+            with pytest.raises(ValueError) as caught:
+                call()
+            assert str(caught.value).startswith(f"{function.__name__}:")
 
 
 @every_sequence_row

@@ -428,6 +428,14 @@ BAD = {
     "targets without batch": (np.zeros((2, 5, V)), np.zeros(5, int), None, ValueError, [f"(2, 5, {V})", "(5,)"]),
     "targets that would broadcast": (np.zeros((2, 5, V)), np.zeros((1, 5), int), None, ValueError, ["(1, 5)"]),
     "one-hot targets": (np.zeros((2, 5, V)), np.zeros((2, 5, V), int), None, ValueError, [f"(2, 5, {V})"]),
+    "no logits": (None, np.zeros((2, 5), int), None, TypeError, ["logits", "None"]),
+    "no targets": (np.zeros((2, 5, V)), None, None, TypeError, ["targets", "None"]),
+    "ragged logits": ([[1.0], [1.0, 2.0]], np.zeros(2, int), None, TypeError, ["logits", "list", "length"]),
+    "ragged targets": (np.zeros((2, 5, V)), [[1], [1, 2]], None, TypeError, ["targets", "list", "length"]),
+    "ragged mask": (np.zeros((2, 5, V)), np.zeros((2, 5), int), [[True], []], TypeError, ["mask", "list", "length"]),
+    "words for logits": ("4", np.zeros((), int), None, TypeError, ["logits", "str"]),
+    "words for targets": (np.zeros((2, V)), ["4", "5"], None, TypeError, ["targets", "list"]),
+    "complex logits": (np.zeros((2, 5, V), complex), np.zeros((2, 5), int), None, TypeError, ["logits", "complex"]),
     "scalar logits": (np.float32(1), np.int32(1), None, ValueError, ["()"]),
     "float targets": (np.zeros((2, 5, V)), np.zeros((2, 5), np.float32), None, TypeError, ["float32"]),
     "boolean targets": (np.zeros((2, 5, V)), np.zeros((2, 5), bool), None, TypeError, ["bool"]),
@@ -455,9 +463,12 @@ BAD = {
 @pytest.mark.parametrize("wrap", [lambda function: function, jax.jit], ids=["eager", "jit"])
 def test_operands_that_do_not_fit_are_refused_with_what_came(row, bad, wrap):
     logits, targets, mask, error, parts = BAD[bad]
-    logits = logits.astype(np.float32) if logits.dtype == np.float64 else logits
+    logits = logits.astype(np.float32) if getattr(logits, "dtype", None) == np.float64 else logits
+    call = lambda kernel: LOSSES[row].function(logits, targets, kernel, mask=mask)
+    if all(isinstance(operand, np.ndarray | np.generic) for operand in (logits, targets)):
+        call = lambda kernel: wrap(LOSSES[row].function)(logits, targets, kernel, mask=mask)
     with pytest.raises(error) as caught:
-        wrap(LOSSES[row].function)(logits, targets, make_kernel(row), mask=mask)
+        call(make_kernel(row))
     assert all(part in str(caught.value) for part in parts), str(caught.value)
 
 

@@ -209,6 +209,17 @@ def test_reductions_sum_in_float32_and_refuse_what_does_not_fit():
         sum_and_count(jnp.ones(3), jnp.ones(2, bool))
     with pytest.raises(TypeError, match="bool"):
         sum_and_count(jnp.ones(3), jnp.ones(3))
+    with pytest.raises(TypeError, match=r"values.*complex"):
+        sum_and_count(jnp.ones(3, complex), jnp.ones(3, bool))
+    with pytest.raises(TypeError, match=r"values.*None"):
+        sum_and_count(None, jnp.ones(3, bool))
+    with pytest.raises(TypeError, match=r"sum.*complex"):
+        mean_from(1j, 3)
+
+
+def test_counts_beyond_32_bits_do_not_wrap():
+    for count in (2**33, np.int64(2**33)):
+        np.testing.assert_allclose(mean_from(2.0**34, count), 2.0)
 
 
 # numeric_mask
@@ -300,6 +311,15 @@ def test_check_targets_passes_good_batches_and_masked_rubbish():
     check_targets(np.array([[-100, 2**40], [5, 6]]), 32, mask=np.array([[False, False], [True, True]]))
     check_targets(jnp.array([[0, 31]]), 32)
     check_targets(np.zeros((0, 4), int), 32)
+    check_targets([], 3)
+    check_targets([[1, 2]], 3)
+    for kind in (np.int64, np.uint16, np.array, jnp.int32):
+        check_targets(np.array([[0, 31]]), kind(32))
+
+
+def test_an_empty_list_is_no_targets_rather_than_floats():
+    kernel, logits = make_kernel(), np.zeros((0, width(VOCAB)), np.float32)
+    assert smmd_loss(logits, [], kernel).shape == numeric_mask([], kernel).shape == (0,)
 
 
 @pytest.mark.parametrize("bad", [-1, -100, 32, 2**31 + 5, 2**40, -(2**40)])
@@ -330,12 +350,17 @@ def test_check_targets_names_the_first_of_several_and_handles_other_ranks():
     [
         (np.zeros((2, 3)), 32, None, TypeError, "float64"),
         (np.zeros((2, 3), bool), 32, None, TypeError, "bool"),
+        (np.zeros(0), 32, None, TypeError, "float64"),
+        (None, 32, None, TypeError, "targets.*None"),
+        ([[1], [1, 2]], 32, None, TypeError, "targets.*length"),
+        (["1"], 32, None, TypeError, "targets.*list"),
         (np.zeros((2, 3), int), 32, np.zeros((3, 2), bool), ValueError, r"\(3, 2\)"),
         (np.zeros((2, 3), int), 32, np.zeros((2, 3), int), TypeError, "int64"),
         (np.zeros((2, 3), int), 0, None, ValueError, "vocab_size"),
         (np.zeros((2, 3), int), 32.0, None, (ValueError, TypeError), "vocab_size"),
     ],
-    ids=["float targets", "boolean targets", "mask of another shape", "integer mask", "no vocabulary", "float size"],
+    ids=["float targets", "boolean targets", "no floats", "none", "ragged", "words",
+         "mask of another shape", "integer mask", "no vocabulary", "float size"],
 )
 def test_check_targets_refuses_what_it_cannot_check(targets, vocab_size, mask, error, message):
     with pytest.raises(error, match=message):

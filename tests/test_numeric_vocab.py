@@ -1,6 +1,7 @@
 """Which tokens are numbers: policies, values, errors, the report, the pytree."""
 
 import copy
+import json
 import pickle
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from smmd_jax.errors import TokenizerError, TokenRangeError
 from smmd_jax.number_grammar import POLICIES, parse_number
-from smmd_jax.numeric_vocab import NumericVocab, make_numeric_vocab
+from smmd_jax.numeric_vocab import NumericVocab, make_numeric_vocab, numeric_vocab_from_tokenizer
 
 # Every kind of text that some policy accepts: its value and those policies.
 ALL, UNSIGNED, ONLY_FLOAT = tuple(POLICIES), ("all_integers", "float"), ("float",)
@@ -278,6 +279,39 @@ def test_bad_input_is_one_sentence_that_names_it(tokens, options, error, words):
     message = str(caught.value)
     assert [word for word in words if word not in message] == []
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, np.array, jnp.int32, jnp.array], ids=lambda kind: kind.__name__)
+def test_integers_of_any_kind_are_integers(kind):
+    tokens = {"1": kind(4), "2": kind(2), "30": kind(5)}
+    found = make_numeric_vocab(tokens, max_value=kind(9), exclude_ids=[kind(2)])
+    assert found.token_ids.tolist() == [4] and found.report == make_numeric_vocab(
+        {"1": 4, "2": 2, "30": 5}, max_value=9, exclude_ids=[2]
+    ).report
+
+
+@pytest.mark.parametrize("ids", [np.array([4, 2]), jnp.array([4, 2]), (4, 2), {4, 2}], ids=repr)
+def test_excluded_ids_may_be_any_collection(ids):
+    assert make_numeric_vocab({"1": 4, "2": 2, "3": 5}, exclude_ids=ids).token_ids.tolist() == [5]
+
+
+@pytest.mark.parametrize("ids", [np.array(4), jnp.array(4), np.array([True]), np.array([4.0])], ids=repr)
+def test_excluded_ids_that_are_none_are_a_type_error(ids):
+    with pytest.raises(TypeError, match="exclude_ids"):
+        make_numeric_vocab({"1": 4}, exclude_ids=ids)
+
+
+def test_a_path_that_no_file_system_takes_is_no_tokenizer():
+    with pytest.raises(TokenizerError, match="cannot read a tokenizer at 'aaaa") as caught:
+        numeric_vocab_from_tokenizer("a" * 9000)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("vocab", ["0123456789", 7, None, ["0", "1"], [[]], [[3, 0.0]], [{"0": 1}]], ids=repr)
+def test_a_token_table_of_another_kind_is_refused(vocab, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}, "added_tokens": []}))
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json.*vocab.*wanted"):
+        numeric_vocab_from_tokenizer(tmp_path)
 
 
 def test_the_report_can_be_read():

@@ -297,8 +297,7 @@ def made_shapes(jaxpr):
             yield from made_shapes(sub)
 
 
-@pytest.mark.parametrize("rows", [(7,), (4, 40)], ids=["few rows", "many rows"])
-@pytest.mark.parametrize("size", [10, 300])
+@pytest.mark.parametrize(("size", "rows"), [(10, (7,)), (10, (4, 40)), (300, (7,))], ids=str)
 def test_one_product_forward_and_none_backward(size, rows):
     logits, targets = make_batch(make_vocab(size), rows)
     kernel = make_kernel(size=size)

@@ -14,13 +14,16 @@ from smmd_jax.losses.cross_entropy import cross_entropy_loss
 from smmd_jax.losses.table import LossSpec, find_loss
 from smmd_jax.operands import (
     Vocabulary,
+    as_array,
     check_head,
     check_operands,
+    check_real,
     check_vocabulary,
     live_rows,
     match_targets,
     zeros_varying_like,
 )
+from smmd_jax.scalars import as_integer
 
 # 2^25 float32 logits are 128 MiB; a chunk below 128 rows would leave the matrix units idle.
 _LOGITS_PER_CHUNK = 2**25
@@ -135,8 +138,10 @@ def chunked_loss_sums(
     """
     name = "chunked_loss_sums"
     _, hidden, head, targets, _ = _checked(name, hidden, head, targets, kernel, loss, None)
-    ce_weights, numeric_weights = jnp.asarray(ce_weights), jnp.asarray(numeric_weights)
+    ce_weights = as_array(f"{name}: ce_weights", ce_weights)
+    numeric_weights = as_array(f"{name}: numeric_weights", numeric_weights)
     for what, weights in (("ce_weights", ce_weights), ("numeric_weights", numeric_weights)):
+        check_real(f"{name}: {what}", weights)
         if weights.shape != targets.shape:
             raise ValueError(f"{name}: {what} have shape {weights.shape}, targets {targets.shape}; they must agree.")
     rows = math.prod(targets.shape)
@@ -252,8 +257,10 @@ def _chunk_size(name: str, chunk: int | None, rows: int, width: int) -> int:
     if chunk is None:
         fitting = 2 ** int(math.log2(max(_LOGITS_PER_CHUNK // max(width, 1), 1)))
         chunk = max(_SMALLEST_CHUNK, fitting)
-    elif isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
-        raise ValueError(f"{name}: chunk must be a positive number of rows or None, got {chunk!r}.")
+    else:
+        given, chunk = chunk, as_integer(chunk)
+        if chunk is None or chunk < 1:
+            raise ValueError(f"{name}: chunk must be a positive number of rows or None, got {given!r}.")
     return max(1, min(chunk, rows))
 
 

@@ -4,10 +4,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from smmd_jax.operands import Vocabulary
+from smmd_jax.operands import Vocabulary, as_integers
 
 
 @jax.tree_util.register_dataclass
@@ -95,6 +96,10 @@ def check_digits(name: str, kernel: Vocabulary) -> None:
 def check_segment_ids(name: str, targets: Array, segment_ids: Array | None) -> Array | None:
     if segment_ids is None:
         return None
+    if not isinstance(segment_ids, jax.Array):
+        segment_ids = as_integers(f"{name}: segment_ids", segment_ids)
+        if segment_ids.dtype.kind in "iu" and segment_ids.dtype.itemsize == 8:
+            segment_ids = _renumbered(segment_ids)
     segment_ids = jnp.asarray(segment_ids)
     if segment_ids.shape != targets.shape or not jnp.issubdtype(segment_ids.dtype, jnp.integer):
         raise ValueError(
@@ -102,6 +107,12 @@ def check_segment_ids(name: str, targets: Array, segment_ids: Array | None) -> A
             f"got {segment_ids.dtype} of shape {segment_ids.shape}."
         )
     return segment_ids
+
+
+def _renumbered(segment_ids: np.ndarray) -> np.ndarray:
+    """The same segments in int32: cut to 32 bits, two ids could become one, or 0, which is padding."""
+    _, index = np.unique(segment_ids, return_inverse=True)
+    return np.where(segment_ids == 0, 0, index.reshape(segment_ids.shape) + 1).astype(np.int32)
 
 
 def check_sequence(name: str, targets: Array) -> None:

@@ -95,7 +95,7 @@ def ntil_loss(
     References:
       Fei et al., "Advancing Sequential Numerical Prediction in Autoregressive Models", ACL 2025, arXiv 2505.13077.
     """
-    return ntil_terms(logits, targets, kernel, mask=mask, segment_ids=segment_ids, key=key).total
+    return _terms("ntil_loss", logits, targets, kernel, mask, segment_ids, key).total
 
 
 def ntil_terms(
@@ -123,10 +123,14 @@ def ntil_terms(
 
     References: as `ntil_loss`.
     """
-    scores, match = numeric_operands("ntil_loss", logits, targets, kernel, mask)
-    check_digits("ntil_loss", kernel)
-    check_sequence("ntil_loss", match[..., 0])
-    segment_ids = check_segment_ids("ntil_loss", match[..., 0], segment_ids)
+    return _terms("ntil_terms", logits, targets, kernel, mask, segment_ids, key)
+
+
+def _terms(name, logits, targets, kernel, mask, segment_ids, key) -> NtilTerms:
+    scores, match = numeric_operands(name, logits, targets, kernel, mask)
+    check_digits(name, kernel)
+    check_sequence(name, match[..., 0])
+    segment_ids = check_segment_ids(name, match[..., 0], segment_ids)
     return ntil_columns(scores, match, kernel, segment_ids=segment_ids, key=key)
 
 
