@@ -12,6 +12,16 @@ def equations(jaxpr):
             yield from equations(inner)
 
 
+def live(jaxpr):
+    """The jaxpr without equations whose results nobody reads, which XLA drops; not inside loops and calls."""
+    read, kept = set(map(id, jaxpr.outvars)), []
+    for equation in reversed(jaxpr.eqns):
+        if any(id(out) in read for out in equation.outvars):
+            read.update(map(id, equation.invars))
+            kept.append(equation)
+    return jaxpr.replace(eqns=kept[::-1])
+
+
 def shapes(function, *operands):
     """The shapes of all arrays that the traced function makes, at any depth."""
     jaxpr = jax.make_jaxpr(function)(*operands).jaxpr

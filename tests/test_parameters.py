@@ -11,6 +11,7 @@ from flax import nnx
 
 import train.parameters
 from smmd_jax.backbones import LORA_TARGETS, PRESETS, REMAT, Decoder, save_pretrained, stack_layers
+from tests.programs import equations, live
 from tests.runs import captured, numbers_of, same_state, shrink, state_of, train_here
 from train.assembly import assemble
 from train.config import TrainConfig, parse_command_line
@@ -145,8 +146,11 @@ def folder(tmp_path_factory):
 def test_a_fresh_run_on_a_folder_starts_from_its_parameters(folder, data_dir, scan_layers):
     path, parameters = folder
     wanted = stack_layers(parameters) if scan_layers else parameters
-    flags = (f"--backbone={path}", f"--scan_layers={str(scan_layers).lower()}")
-    jax.tree.map(np.testing.assert_array_equal, assembled(data_dir, *flags).make_state().parameters, wanted)
+    flags = (f"--backbone={path}", f"--scan_layers={str(scan_layers).lower()}", "--mesh=fsdp:2")
+    run = assembled(data_dir, *flags)
+    state = run.make_state()
+    jax.tree.map(np.testing.assert_array_equal, state.parameters, wanted)
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(lambda leaf: leaf.sharding, run.state_like)
     run = assembled(data_dir, *flags, "--lora_rank=2")
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), wanted)
     jax.tree.map(np.testing.assert_array_equal, run.frozen, rounded)
@@ -165,6 +169,18 @@ def test_the_fingerprint_follows_the_folder_the_seed_and_the_stored_dtype(folder
     assert len(set(fingerprints)) == 4
     assert assembled(data_dir, "--lora_rank=3").parameters.fingerprint == fingerprints[0]
     assert assembled(data_dir).parameters.fingerprint is None
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_no_gradient_of_a_frozen_matrix_is_computed(data_dir, lora_rank):
+    run = assembled(data_dir, f"--lora_rank={lora_rank}", "--dtype=bfloat16", "--optimizer=sgd")
+    operands = (run.state_like, next(run.batches), run.kernel, run.parameters.frozen_like)
+    program = live(jax.make_jaxpr(run.step.__wrapped__)(*operands).jaxpr)
+    made = {
+        equation.outvars[0].aval.shape for equation in equations(program) if equation.primitive.name == "dot_general"
+    }
+    matrices = {(32, 32), (32, 64), (64, 32), (32, run.tokenizer.vocab_size)}
+    assert made & matrices == (set() if lora_rank else matrices)
 
 
 def test_frozen_parameters_are_sharded_and_never_donated(data_dir):
