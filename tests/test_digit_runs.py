@@ -20,7 +20,6 @@ from tests.cases import (
     make_vocab,
     terms_of,
     text_ids,
-    width,
 )
 from tests.reference import REFERENCES
 
@@ -35,7 +34,7 @@ def targets_of(text):
 
 
 def random_logits(seed):
-    return (2 * np.random.default_rng(seed).standard_normal((1, LENGTH, width(make_vocab(10))))).astype(np.float32)
+    return make_batch(make_vocab(10), (1, LENGTH), seed)[0]
 
 
 def assert_follows(row, value, logits, targets, **options):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -27,6 +28,7 @@ from tests.cases import (
     text_ids,
     width,
 )
+from tests.programs import products
 from tests.reference import REFERENCES
 
 every_row = pytest.mark.parametrize("row", LOSSES)
@@ -265,35 +267,12 @@ def test_shard_map_over_the_vocabulary_needs_only_the_numeric_columns():
 # cost
 
 
-def sub_jaxprs(equation):
-    """The programs inside an equation, and whether only one of them runs."""
-    found = []
-    for value in equation.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            item = getattr(item, "jaxpr", item)
-            if hasattr(item, "eqns"):
-                found.append(item)
-    return found
-
-
-def count_products(jaxpr, size):
-    """Matrix products with an N x N operand; of the branches of a condition the dearest counts."""
-    count = 0
-    for equation in jaxpr.eqns:
-        shapes = [getattr(operand.aval, "shape", ()) for operand in equation.invars]
-        if equation.primitive.name == "dot_general":
-            count += (size, size) in shapes
-        inner = [count_products(sub, size) for sub in sub_jaxprs(equation)]
-        count += max(inner, default=0) if equation.primitive.name == "cond" else sum(inner)
-    return count
-
-
 def made_shapes(jaxpr):
     """(primitive, shape) of every array that is made and read again; the zero tangents of constants are made unread."""
     read = {id(atom) for equation in jaxpr.eqns for atom in equation.invars} | {id(atom) for atom in jaxpr.outvars}
     for equation in jaxpr.eqns:
         yield from ((equation.primitive.name, made.aval.shape) for made in equation.outvars if id(made) in read)
-        for sub in sub_jaxprs(equation):
+        for sub in jaxprs_in_params(equation.params):
             yield from made_shapes(sub)
 
 
@@ -303,8 +282,7 @@ def test_one_product_forward_and_none_backward(size, rows):
     kernel = make_kernel(size=size)
     value = jax.make_jaxpr(total(smmd_loss))(logits, targets, kernel).jaxpr
     both = jax.make_jaxpr(jax.value_and_grad(total(smmd_loss)))(logits, targets, kernel).jaxpr
-    assert count_products(value, size) == 1
-    assert count_products(both, size) == 1
+    assert products(value, (size, size)) == products(both, (size, size)) == 1
 
 
 @pytest.mark.parametrize("rows", [(7,), (4, 40)], ids=["few rows", "many rows"])
