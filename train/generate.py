@@ -59,6 +59,10 @@ def generate(
     """
     input_ids, attention_mask = np.asarray(input_ids), np.asarray(attention_mask)
     _check(model, input_ids, attention_mask, max_new_tokens, images)
+    vision = {}
+    if images is not None:
+        input_ids, images, positions = model.prepare(input_ids, attention_mask, images)
+        vision = {"images": images} | ({} if positions is None else {"positions": jnp.asarray(positions)})
     _check_sampling(temperature, key)
     graphdef, state = nnx.split(model)
     return _generate(
@@ -69,12 +73,13 @@ def generate(
         jnp.asarray(eos_ids, jnp.int32).reshape(-1),
         jnp.int32(pad_id),
         None if key is None else (key, jnp.float32(temperature)),
+        vision,
         max_new_tokens=max_new_tokens,
     )
 
 
 def _check(model, input_ids, attention_mask, max_new_tokens, images):
-    if images is not None:
+    if images is not None and not hasattr(model, "prepare"):
         raise ValueError(f"got images, but {model.config.model_type} is a text backbone: leave images out")
     if input_ids.ndim != 2 or not np.issubdtype(input_ids.dtype, np.integer):
         raise ValueError(f"input_ids is {input_ids.dtype}{list(input_ids.shape)}, wanted integers [B, T]")
@@ -107,11 +112,11 @@ def _check_sampling(temperature, key):
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="max_new_tokens")
-def _generate(graphdef, state, input_ids, real, eos_ids, pad_id, sampling, *, max_new_tokens):
+def _generate(graphdef, state, input_ids, real, eos_ids, pad_id, sampling, vision, *, max_new_tokens):
     model = nnx.merge(graphdef, state)
     batch, length = input_ids.shape
     # The last token is never read back, so it needs no slot.
-    hidden, cache = model.prefill(input_ids, attention_mask=real, slots=length + max_new_tokens - 1)
+    hidden, cache = model.prefill(input_ids, attention_mask=real, slots=length + max_new_tokens - 1, **vision)
     last = length - 1 - jnp.argmax(real[:, ::-1], axis=1)
     first = _choose(model.logits(jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]), sampling, 0)
     tokens = jnp.full((batch, max_new_tokens), pad_id, jnp.int32).at[:, 0].set(first)

@@ -11,23 +11,13 @@ from smmd_jax.backbones.lora import (
     merge_lora,
     split_trainable,
 )
+from smmd_jax.backbones.ports import BACKBONES
 from smmd_jax.backbones.presets import PRESETS
 from smmd_jax.backbones.rope import RopeConfig
 from smmd_jax.backbones.sharding import SHARDING_RULES, parameter_shardings
 from smmd_jax.backbones.stack import REMAT, stack_layers, unstack_layers
+from smmd_jax.backbones.vlm import VisionLanguageConfig, VisionLanguageModel
 from smmd_jax.backbones.weights import load_pretrained, save_pretrained
-
-# model_type of config.json -> port
-BACKBONES = {
-    "qwen2": Decoder,
-    "qwen3": Decoder,
-    "llama": Decoder,
-    "smollm3": Decoder,
-    "mistral": Decoder,
-    "ministral": Decoder,
-    "ministral3": Decoder,
-    "gemma3_text": Decoder,
-}
 
 __all__ = [
     "BACKBONES",

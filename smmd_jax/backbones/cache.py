@@ -18,16 +18,23 @@ class Cache:
         keys, values: per layer float [B, G, S, C], S slots.
         real: bool [B, S]; slots of padding and slots not yet written are False.
         used: int32 scalar, slots written so far, the same for every row.
+        shift: int32 [B], position of the next token less the count of real tokens before it: 0 but where an image
+            takes fewer positions than tokens.
     """
 
     keys: tuple[Float[Array, "B G S C"], ...]
     values: tuple[Float[Array, "B G S C"], ...]
     real: Bool[Array, "B S"]
     used: Int[Array, ""]
+    shift: Int[Array, "B"]
 
 
 def make_cache(
-    layers: list[tuple[Float[Array, "B G T C"], Float[Array, "B G T C"]]], real: Bool[Array, "B T"], slots: int
+    layers: list[tuple[Float[Array, "B G T C"], Float[Array, "B G T C"]]],
+    real: Bool[Array, "B T"],
+    slots: int,
+    *,
+    shift: Int[Array, "B"] | None = None,
 ) -> Cache:
     """Pad the keys and values of a prompt of T columns to `slots` slots.
 
@@ -46,4 +53,5 @@ def make_cache(
         values=tuple(pad(values) for _, values in layers),
         real=jnp.pad(real, ((0, 0), (0, slots - columns))),
         used=jnp.int32(columns),
+        shift=jnp.zeros(real.shape[0], jnp.int32) if shift is None else shift,
     )

@@ -101,6 +101,11 @@ class DecoderConfig:
             raise ValueError(f"window is {self.window}, wanted at least 1 (the token itself), or None for full")
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation {self.activation!r} is unknown, wanted one of {', '.join(ACTIVATIONS)}")
+        if self.rope.sections is not None and sum(self.rope.sections) != self.head_dim // 2:
+            raise ValueError(
+                f"rope sections {self.rope.sections} add up to {sum(self.rope.sections)}, wanted head_dim / 2 = "
+                f"{self.head_dim // 2}"
+            )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout is {self.dropout}, wanted 0 <= dropout < 1")
 

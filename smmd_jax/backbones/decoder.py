@@ -1,5 +1,7 @@
 """The decoder that every text family shares: embedding, layers, head, and the cached form of the same pass."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,6 +58,8 @@ def _check_arrays(config: DecoderConfig, input_ids, images, **others):
         if array is None:
             continue
         array = jnp.asarray(array)
+        if name == "positions" and config.rope.sections is not None and array.shape == (3, *input_ids.shape):
+            continue
         if array.shape != input_ids.shape:
             raise ValueError(f"{name} has shape {list(array.shape)}, input_ids {list(input_ids.shape)}: wanted equal")
         if not (jnp.issubdtype(array.dtype, jnp.integer) or array.dtype == bool):
@@ -159,6 +163,7 @@ class Decoder(nnx.Module):
         positions: ArrayLike | None = None,
         segment_ids: ArrayLike | None = None,
         images: dict | None = None,
+        embeddings: Float[Array, "B T D"] | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "B T D"]:
         """Return the hidden states after the last norm, what the head reads.
@@ -172,6 +177,7 @@ class Decoder(nnx.Module):
             positions: int [B, T]; None: counted over the real tokens, from 0 in each segment.
             segment_ids: int [B, T], rows packed with several examples; 0 is padding.
             images: must be None here; the vision families take a dict of arrays.
+            embeddings: [B, T, D] what the first layer reads, instead of `embed(input_ids)`.
             rngs: randomness of the dropout; None: no dropout.
 
         Returns:
@@ -193,7 +199,7 @@ class Decoder(nnx.Module):
         def without_cache(layer, flat, table, key):
             return run(layer, flat, *table, rngs=None if key is None else nnx.Rngs(key))[0]
 
-        flat = self._embed(input_ids, tokens.real)
+        flat = self._first(input_ids, tokens.real, embeddings)
         if self.scan_layers:
             flat = run_scanned(self.layers, flat, tables, choices, keys, without_cache, remat=self.remat)
         else:
@@ -232,16 +238,29 @@ class Decoder(nnx.Module):
         return wide_einsum("td,dv->tv", flat, columns).reshape(*hidden.shape[:-1], -1)
 
     def prefill(
-        self, input_ids: Int[Array, "B T"], *, attention_mask: ArrayLike | None = None, slots: int
+        self,
+        input_ids: Int[Array, "B T"],
+        *,
+        attention_mask: ArrayLike | None = None,
+        positions: ArrayLike | None = None,
+        embeddings: Float[Array, "B T D"] | None = None,
+        slots: int,
     ) -> tuple[Float[Array, "B T D"], Cache]:
         """Return the hidden states of a prompt and a cache of `slots` slots that holds it.
+
+        The tokens that follow go on from the largest of `positions`; the other arguments are those of `hidden`.
 
         Raises:
             ValueError: fewer slots than columns.
         """
-        tokens, positions = _prompt(input_ids, attention_mask, None, None)
-        hidden, layers = self._cached(input_ids, positions, tokens, tokens, past=None)
-        return hidden, make_cache(layers, jnp.broadcast_to(tokens.real, input_ids.shape), slots)
+        tokens, counted = _prompt(input_ids, attention_mask, None, None)
+        shift = None
+        if positions is not None:
+            last = jnp.where(tokens.real, positions, 0).reshape(-1, *input_ids.shape).max((0, 2))
+            shift = (last - jnp.broadcast_to(tokens.ranks, input_ids.shape)[:, -1]).astype(jnp.int32)
+        positions = counted if positions is None else jnp.asarray(positions)
+        hidden, layers = self._cached(input_ids, positions, tokens, tokens, past=None, embeddings=embeddings)
+        return hidden, make_cache(layers, jnp.broadcast_to(tokens.real, input_ids.shape), slots, shift=shift)
 
     def extend(self, input_ids: Int[Array, "B T"], cache: Cache) -> tuple[Float[Array, "B T D"], Cache]:
         """Return the hidden states of the tokens that follow those in the cache, and the cache with them.
@@ -256,14 +275,17 @@ class Decoder(nnx.Module):
         ranks = jax.lax.dynamic_slice(key_ranks, (0, cache.used), (batch, length))
         queries = Tokens(columns=columns, real=jnp.ones((batch, length), bool), ranks=ranks)
         keys = Tokens(columns=jnp.arange(slots, dtype=jnp.int32), real=real, ranks=key_ranks)
-        hidden, layers = self._cached(input_ids, ranks, queries, keys, past=cache)
+        positions = ranks + cache.shift[:, None]
+        hidden, layers = self._cached(input_ids, positions, queries, keys, past=cache)
         new_keys, new_values = zip(*layers, strict=True)
-        return hidden, Cache(keys=new_keys, values=new_values, real=real, used=cache.used + length)
+        return hidden, dataclasses.replace(
+            cache, keys=new_keys, values=new_values, real=real, used=cache.used + length
+        )
 
-    def _cached(self, input_ids, positions, queries: Tokens, keys: Tokens, *, past: Cache | None):
+    def _cached(self, input_ids, positions, queries: Tokens, keys: Tokens, *, past: Cache | None, embeddings=None):
         """Return the hidden states and what each layer read, its keys and values."""
         tables, choices, run = self._per_layer(input_ids.shape[0], positions, queries, keys)
-        flat = self._embed(input_ids, queries.real)
+        flat = self._first(input_ids, queries.real, embeddings)
         layers = unstack_modules(self.layers, self.config.num_layers) if self.scan_layers else self.layers
         keys_values = []
         for index, layer in enumerate(layers):
@@ -298,6 +320,18 @@ class Decoder(nnx.Module):
             [ropes.index(config.rope_of(layer)) for layer in layers],
         )
         return (masks, rotations), choices, run
+
+    def embed(
+        self, input_ids: Int[Array, "B T"], *, attention_mask: ArrayLike | None = None
+    ) -> Float[Array, "B T D"]:
+        """Return what the first layer reads [B, T, D]; padding reads token 0."""
+        real = True if attention_mask is None else jnp.asarray(attention_mask) != 0
+        return self._embed(input_ids, real).reshape(*input_ids.shape, -1)
+
+    def _first(self, input_ids, real, embeddings) -> Float[Array, "tokens D"]:
+        if embeddings is None:
+            return self._embed(input_ids, real)
+        return embeddings.reshape(-1, embeddings.shape[-1]).astype(self.dtype)
 
     def _embed(self, input_ids: Int[Array, "B T"], real: Array) -> Float[Array, "tokens D"]:
         # What stands in the padding must not matter, not even an id that is none.

@@ -11,6 +11,7 @@ from smmd_jax.backbones.rope import ROPE_KINDS, RopeConfig
 from smmd_jax.errors import CheckpointError
 
 CONFIG_NAME = "config.json"
+QWEN_VL_TEXT = "qwen2_5_vl_text"
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Entries of a rope dictionary that are fields of RopeConfig under another name.
@@ -127,6 +128,7 @@ _QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
 _MISTRAL = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
 FAMILIES = {
     "qwen2": _Family(layers=_window_if_switched_on, always={"qkv_bias": True}, absent=_QWEN),
+    QWEN_VL_TEXT: _Family(layers=_window_if_switched_on, always={"qkv_bias": True}, absent=_QWEN),
     "qwen3": _Family(
         layers=_window_if_switched_on, always={"qk_norm": True}, absent={**_QWEN, "head_dim": 128}, biases=True
     ),
@@ -259,13 +261,21 @@ def _rope_entries(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rope(entries: Mapping[str, Any], fields: Mapping[str, Any]) -> RopeConfig:
     kind = entries.get("rope_type") or entries.get("type") or "default"
-    if kind not in ROPE_KINDS:
+    if kind not in (*ROPE_KINDS, "mrope"):
         raise CheckpointError(f"rope_type is {kind!r}, wanted one of {', '.join(ROPE_KINDS)}")
     partial = entries.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
     if partial not in (None, 1.0):
         raise CheckpointError(f"partial_rotary_factor is {partial}, and only whole heads are rotated: wanted 1.0")
-    if "mrope_section" in entries:
-        raise CheckpointError("the rope has mrope_section: this is the text part of a vision model, not a text decoder")
+    sections = entries.get("mrope_section")
+    if (sections is not None) != (fields.get("model_type") == QWEN_VL_TEXT):
+        raise CheckpointError(
+            "the rope has mrope_section: this is the text part of a vision model, not a text decoder"
+            if sections
+            else "the rope has no mrope_section, and the text of Qwen2.5-VL needs it"
+        )
+    if sections is not None:
+        # Its type is "mrope" or "default" and says nothing beyond the sections.
+        return RopeConfig(theta=float(entries["rope_theta"]), sections=tuple(sections))
     if kind == "default":
         return RopeConfig(theta=float(entries["rope_theta"]))
     given = {ours: entries[theirs] for theirs, ours in _ROPE_FIELDS.items() if entries.get(theirs) is not None}

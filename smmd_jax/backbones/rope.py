@@ -24,9 +24,11 @@ class RopeConfig:
         mscale, mscale_all_dim: yarn's attention factor is the ratio of 0.1 m ln(factor) + 1 of the two where both are
             set, else 0.1 ln(factor) + 1.
         attention_factor: yarn's factor on cos and sin, instead of the one computed.
+        sections: how many pairs turn by the time, row and column of a token (qwen2_5_vl); None: all by one position.
 
     Raises:
-        ValueError: an unknown kind, or a scaled kind whose factor or original length is missing.
+        ValueError: an unknown kind, sections that are not three counts, or a scaled kind whose factor or original
+            length is missing.
 
     References:
         J. Su et al., RoFormer, 2021, eq. 15; B. Peng et al., YaRN, 2023, section 3; A. Dubey et al., The Llama 3 Herd
@@ -45,6 +47,7 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     attention_factor: float | None = None
+    sections: tuple[int, int, int] | None = None
 
     def __post_init__(self):
         if self.kind not in ROPE_KINDS:
@@ -53,6 +56,8 @@ class RopeConfig:
             raise ValueError(f"rope kind {self.kind!r} needs original_max_positions, the context before the scaling")
         if self.factor < 1.0:
             raise ValueError(f"rope factor is {self.factor}, wanted at least 1")
+        if self.sections is not None and (len(self.sections) != 3 or min(self.sections) < 0):
+            raise ValueError(f"rope sections are {self.sections}, wanted three counts of pairs: time, row, column")
 
 
 def _default_frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:
@@ -118,10 +123,16 @@ def rope_magnitude(config: RopeConfig) -> float:
 
 
 def rope_rotation(
-    config: RopeConfig, head_dim: int, positions: Int[Array, "B T"]
+    config: RopeConfig, head_dim: int, positions: Int[Array, "B T"] | Int[Array, "3 B T"]
 ) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
-    """Return cos and sin of position x frequency, float32 [B, T, C / 2] each, times the kind's magnitude."""
+    """Return cos and sin of position x frequency, float32 [B, T, C / 2] each, times the kind's magnitude.
+
+    Positions [3, B, T] are time, row and column; each turns the pairs of its section.
+    """
     angles = positions[..., None].astype(jnp.float32) * rope_frequencies(config, head_dim)
+    if positions.ndim == 3:
+        starts = np.cumsum((0, *config.sections))
+        angles = jnp.concatenate([angles[i, ..., starts[i] : starts[i + 1]] for i in range(3)], axis=-1)
     magnitude = rope_magnitude(config)
     return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
 

@@ -35,10 +35,26 @@ DECODER_RULES = (
     *((r"layers/" + pattern, (None, *axes)) for pattern, axes in _LAYER_RULES),
 )
 
+# Towers are small beside the text: their matrices lie over the same two axes, their vectors are kept whole.
+_TOWER_RULES = (
+    (r".*(norm\d?|ln_pre|ln_q)/weight", (None,)),
+    (r".*/bias", (None,)),
+    (r".*/([qkv]_proj|qkv|gate_proj|up_proj|linear_1|mlp_0|patch_conv|patch_embed/proj)/kernel", ("fsdp", "tensor")),
+    (r".*/(o_proj|attn/proj|down_proj|linear_2|mlp_2|merging_layer)/kernel", ("tensor", "fsdp")),
+)
+VISION_LANGUAGE_RULES = (
+    *((r"language_model/" + pattern, axes) for pattern, axes in DECODER_RULES),
+    *((r"(vision_tower|multi_modal_projector|visual)(?=/)" + pattern, axes) for pattern, axes in _TOWER_RULES),
+)
+
 # model_type -> rules
 SHARDING_RULES = {
-    name: DECODER_RULES
-    for name in ("qwen2", "qwen3", "llama", "smollm3", "mistral", "ministral", "ministral3", "gemma3_text")
+    **{
+        name: DECODER_RULES
+        for name in ("qwen2", "qwen3", "llama", "smollm3", "mistral", "ministral", "ministral3", "gemma3_text")
+    },
+    "mistral3": VISION_LANGUAGE_RULES,
+    "qwen2_5_vl": VISION_LANGUAGE_RULES,
 }
 
 

@@ -1,7 +1,8 @@
 """Which tensor of a Hugging Face file holds which parameter, and how the two are laid out."""
 
+import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ PREFIXES = {
     "": "lm_head.weight",
 }
 _EMBEDDING = "embed_tokens.weight"
+# First parts of the paths of vision models that are not their decoder's.
+_TOWERS = ("vision_tower", "multi_modal_projector", "visual", "vision_model")
 # Buffers of older files, which the config says better.
 _IGNORED = re.compile(r".*\.rotary_emb\.inv_freq$|.*\.masked_bias$|.*\.attn\.bias$")
 
@@ -27,7 +30,8 @@ class Source:
     Attributes:
         names: one tensor, or one per layer where the parameter stacks all layers on its first axis.
         stacked: whether it does.
-        transposed: files hold matrices [out, in], kernels are [in, out].
+        transposed: files hold matrices [out, in] and convolutions [out, in, (frames,) height, width]; kernels are
+            [in, out], the latter flattened.
     """
 
     names: tuple[str, ...]
@@ -48,8 +52,8 @@ def find_prefix(names: Collection[str]) -> str:
     raise CheckpointError(f"the checkpoint has no embedding, wanted one of {known}; it has {_some(names)}")
 
 
-def source_of(path: str, *, num_layers: int, prefix: str = "model.") -> Source:
-    """Return the tensors of the parameter at a path.
+def source_of(path: str, *, num_layers: int, prefix: str = "model.", outer: str = "") -> Source:
+    """Return the tensors of the parameter at a path; those of a vision model's decoder start with language_model/.
 
     Example:
         >>> source_of("layers/3/mlp/up_proj/kernel", num_layers=8).names
@@ -59,8 +63,14 @@ def source_of(path: str, *, num_layers: int, prefix: str = "model.") -> Source:
     """
     parts = path.split("/")
     leaf = parts[-1]
-    stacked = parts[0] == "layers" and not parts[1].isdigit()
     parts[-1] = {"kernel": "weight", "embedding": "weight"}.get(leaf, leaf)
+    if parts[0] in _TOWERS:
+        # The entries of a list that holds more than matrices.
+        name = outer + re.sub(r"\bmlp_(\d)\b", r"mlp.\1", ".".join(parts))
+        return Source(names=(name,), stacked=False, transposed=leaf == "kernel")
+    if parts[0] == "language_model":
+        parts = parts[1:]
+    stacked = parts[0] == "layers" and not parts[1].isdigit()
     if parts[0] == "lm_head":
         names = (PREFIXES[prefix],)
     elif stacked:
@@ -88,7 +98,9 @@ def match_tensors(
         CheckpointError: missing, extra or misshapen tensors, all of them in one message.
     """
     prefix = find_prefix(tensors)
-    sources = {path: source_of(path, num_layers=num_layers, prefix=prefix) for path in parameters}
+    # Towers stand at the top of a file, or under the model where it was written as it lies in memory.
+    outer = "model." if any(name.startswith(tuple(f"model.{tower}." for tower in _TOWERS)) for name in tensors) else ""
+    sources = {path: source_of(path, num_layers=num_layers, prefix=prefix, outer=outer) for path in parameters}
     missing, misshapen = [], []
     for path, source in sources.items():
         shape = tuple(parameters[path].shape)[1 if source.stacked else 0 :]
@@ -96,7 +108,7 @@ def match_tensors(
         for name in source.names:
             if name not in tensors:
                 missing.append(name)
-            elif tuple(tensors[name]) != wanted:
+            elif _flattened(tensors[name], source) != wanted:
                 misshapen.append(f"{name} is {list(tensors[name])}, wanted {list(wanted)}")
     used = {name for source in sources.values() for name in source.names}
     if tied:
@@ -110,6 +122,10 @@ def match_tensors(
     if faults:
         raise CheckpointError("the checkpoint does not hold the tensors of its config.\n  " + "\n  ".join(faults))
     return sources
+
+
+def _flattened(shape: Sequence[int], source: Source) -> tuple[int, ...]:
+    return (shape[0], math.prod(shape[1:])) if source.transposed and len(shape) > 2 else tuple(shape)
 
 
 def _some(names: Iterable[str], count: int = 5) -> str:

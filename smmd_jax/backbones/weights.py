@@ -16,8 +16,9 @@ from jaxtyping import DTypeLike
 
 from smmd_jax.backbones.config import DecoderConfig
 from smmd_jax.backbones.decoder import Decoder
-from smmd_jax.backbones.hf_config import CONFIG_NAME, decoder_config, read_config
+from smmd_jax.backbones.hf_config import CONFIG_NAME, read_config
 from smmd_jax.backbones.hf_fields import hf_fields
+from smmd_jax.backbones.ports import BACKBONES, ModelConfig, model_config
 from smmd_jax.backbones.safetensors_files import (
     INDEX_NAME,
     TensorFiles,
@@ -27,8 +28,9 @@ from smmd_jax.backbones.safetensors_files import (
     write_file,
     write_index,
 )
-from smmd_jax.backbones.sharding import parameter_path, parameter_shardings
+from smmd_jax.backbones.sharding import SHARDING_RULES, parameter_path, parameter_shardings
 from smmd_jax.backbones.tensor_names import PREFIXES, Source, find_prefix, match_tensors, source_of
+from smmd_jax.backbones.vlm import VisionLanguageModel
 from smmd_jax.errors import CheckpointError
 
 # What a folder holds beside its weights and a fine-tuned copy still needs, byte for byte.
@@ -45,7 +47,7 @@ def load_pretrained(
     dtype: DTypeLike | None = None,
     param_dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
-) -> Decoder:
+) -> Decoder | VisionLanguageModel:
     """Load a Hugging Face checkpoint: its config.json decides what is built.
 
     Loading is strict: every parameter is filled once, every tensor is used, and all faults come in one error. Nothing
@@ -73,16 +75,17 @@ def load_pretrained(
         ...     load_pretrained(folder).config.num_layers
         4
     """
-    config = decoder_config(read_config(folder))
+    config = model_config(read_config(folder))
 
-    def make_model() -> Decoder:
-        return Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32 if dtype is None else dtype)
+    def make_model() -> nnx.Module:
+        return BACKBONES[config.model_type](config, rngs=nnx.Rngs(0), dtype=jnp.float32 if dtype is None else dtype)
 
     graphdef, abstract = nnx.split(nnx.eval_shape(make_model))
     shapes = nnx.to_pure_dict(abstract)
     files = open_folder(folder)
     shapes = _with_dtypes(shapes, files, config, param_dtype)
-    shardings = None if mesh is None else parameter_shardings(shapes, mesh)
+    rules = SHARDING_RULES[config.model_type]
+    shardings = None if mesh is None else parameter_shardings(shapes, mesh, rules=rules)
     return nnx.merge(graphdef, _load(files, shapes, config, shardings))
 
 
@@ -102,10 +105,10 @@ def load_parameters(
     Raises:
         CheckpointError: as `load_pretrained`.
     """
-    return _load(open_folder(folder), shapes, decoder_config(read_config(folder)), shardings)
+    return _load(open_folder(folder), shapes, model_config(read_config(folder)), shardings)
 
 
-def save_pretrained(model: Decoder, folder: str | Path, *, source: str | Path | None = None) -> None:
+def save_pretrained(model: Decoder | VisionLanguageModel, folder: str | Path, *, source: str | Path | None = None) -> None:
     """Write a model as a Hugging Face checkpoint.
 
     Args:
@@ -122,7 +125,7 @@ def save_pretrained(model: Decoder, folder: str | Path, *, source: str | Path | 
 
 
 def save_parameters(
-    parameters: Mapping[str, Any], config: DecoderConfig, folder: str | Path, *, source: str | Path | None = None
+    parameters: Mapping[str, Any], config: ModelConfig, folder: str | Path, *, source: str | Path | None = None
 ) -> None:
     """Write parameters, a nested dict as `load_parameters` returns it, as a Hugging Face checkpoint.
 
@@ -135,6 +138,8 @@ def save_parameters(
         raise CheckpointError(f"{folder} is not an empty folder: nothing is overwritten, choose another")
     leaves = _by_path(parameters)
     if source is None:
+        if not isinstance(config, DecoderConfig):
+            raise CheckpointError(f"a {config.model_type} model is saved with source=, the folder it was loaded from")
         tensors, planned, companions = _planned(leaves, config)
         total = {}
     else:
@@ -165,7 +170,7 @@ def _by_path(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_dtypes(
-    shapes: Mapping[str, Any], files: TensorFiles, config: DecoderConfig, param_dtype: DTypeLike | None
+    shapes: Mapping[str, Any], files: TensorFiles, config: ModelConfig, param_dtype: DTypeLike | None
 ) -> dict[str, Any]:
     sources = match_tensors(_by_path(shapes), files.shapes, num_layers=config.num_layers, tied=config.tied)
 
@@ -177,7 +182,7 @@ def _with_dtypes(
 
 
 def _load(
-    files: TensorFiles, shapes: Mapping[str, Any], config: DecoderConfig, shardings: Mapping[str, Any] | None
+    files: TensorFiles, shapes: Mapping[str, Any], config: ModelConfig, shardings: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     sources = match_tensors(_by_path(shapes), files.shapes, num_layers=config.num_layers, tied=config.tied)
     if shardings is None:
@@ -197,6 +202,9 @@ def _load(
 def _read_block(files: TensorFiles, source: Source, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
     layers, index = (index[0], index[1:]) if source.stacked else (slice(None), index)
     index = index[::-1] if source.transposed else index
+    if len(files.tensors[source.names[0]].shape) > 2:  # a convolution, small: read whole, then flattened
+        whole = files.read(source.names[0], (slice(None),))
+        return np.ascontiguousarray(whole.reshape(len(whole), -1)[index].T, dtype)
     blocks = [files.read(name, index) for name in source.names[layers]]
     blocks = [np.ascontiguousarray(block.T if source.transposed else block, dtype) for block in blocks]
     return np.stack(blocks) if source.stacked else blocks[0]
@@ -204,33 +212,31 @@ def _read_block(files: TensorFiles, source: Source, index: tuple[slice, ...], dt
 
 def _planned(leaves, config: DecoderConfig):
     """Names, files and companions of a checkpoint that has no source; dtypes are those of the parameters."""
-    tensors: dict[str, tuple[str, Source, int, np.dtype]] = {}
+    tensors = {}
     for path, leaf in leaves.items():
         source = source_of(path, num_layers=config.num_layers)
+        shape = leaf.shape[1 if source.stacked else 0 :]
         for layer, name in enumerate(source.names):
-            tensors[name] = (path, source, layer, np.dtype(leaf.dtype))
-    sizes = {
-        name: (leaves[path].shape[1 if source.stacked else 0 :], dtype)
-        for name, (path, source, _, dtype) in tensors.items()
-    }
+            tensors[name] = (path, source, layer, np.dtype(leaf.dtype), shape[::-1] if source.transposed else shape)
+    sizes = {name: (shape, dtype) for name, (*_, dtype, shape) in tensors.items()}
     kinds = {str(dtype) for _, dtype in sizes.values()}
     fields = {**hf_fields(config), "dtype": kinds.pop() if len(kinds) == 1 else "float32"}
     return tensors, plan_files(sizes), {CONFIG_NAME: (json.dumps(fields, indent=2) + "\n").encode()}
 
 
-def _as_source(leaves, config: DecoderConfig, folder: Path):
+def _as_source(leaves, config: ModelConfig, folder: Path):
     """Names, dtypes, files and companions as the source folder has them."""
     files = open_folder(folder)
     sources = match_tensors(leaves, files.shapes, num_layers=config.num_layers, tied=config.tied)
-    tensors: dict[str, tuple[str, Source, int, np.dtype]] = {}
+    tensors = {}
     for path, source in sources.items():
         for layer, name in enumerate(source.names):
-            tensors[name] = (path, source, layer, files.tensors[name].dtype)
+            tensors[name] = (path, source, layer, files.tensors[name].dtype, files.tensors[name].shape)
     prefix = find_prefix(files.tensors)
     head = PREFIXES[prefix]
     if config.tied and head in files.tensors:  # the file repeats the embedding
-        embedding = "embed_tokens/embedding"
-        tensors[head] = (embedding, sources[embedding], 0, files.tensors[head].dtype)
+        embedding = next(path for path in sources if path.endswith("embed_tokens/embedding"))
+        tensors[head] = (embedding, sources[embedding], 0, files.tensors[head].dtype, files.tensors[head].shape)
     planned = {name: tensor.file for name, tensor in files.tensors.items() if name in tensors}
     companions = {
         path.name: path.read_bytes()
@@ -244,7 +250,7 @@ def _as_source(leaves, config: DecoderConfig, folder: Path):
     return tensors, planned, companions, extra | ({"total_size": 0} if index.is_file() else {})
 
 
-def _tensor(leaves, path: str, source: Source, layer: int, dtype: np.dtype) -> np.ndarray:
+def _tensor(leaves, path: str, source: Source, layer: int, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
     leaf = leaves[path][layer] if source.stacked else leaves[path]
     array = np.asarray(jax.device_get(leaf))
-    return np.ascontiguousarray(array.T if source.transposed else array, dtype)
+    return np.ascontiguousarray(array.T if source.transposed else array, dtype).reshape(shape)

@@ -1,0 +1,160 @@
+"""Images as a vision tower reads them: patches in blocks, where each lies, and which token each feature replaces."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+# Lengths that an image's patches are padded to: a data set compiles a handful of programs, not one per size.
+_BUCKETS = tuple(size for step in range(4, 16) for size in (1 << step, 3 << (step - 1)))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class PatchedImages:
+    """Hold I images of at most L patches each; M x M neighbouring patches stand together and become one feature.
+
+    Args:
+        patches: float [I, L, K], the numbers of a patch in the order of the tower's first matrix.
+        rows, columns: int32 [I, L], where a patch lies in its image, counted in patches.
+        windows: int32 [I, L], which window of the image a patch belongs to.
+        real: bool [I, L]; padding is False.
+        order: int32 [I * L / M^2], the features of image 0, then of image 1, ... without padding; -1 beyond them.
+    """
+
+    patches: Float[Array, "I L K"]
+    rows: Int[Array, "I L"]
+    columns: Int[Array, "I L"]
+    windows: Int[Array, "I L"]
+    real: Bool[Array, "I L"]
+    order: Int[Array, "cells"]
+
+
+def bucket_length(patches: int, *, multiple: int) -> int:
+    """Return the smallest bucket that holds so many patches and is a multiple of `multiple`.
+
+    Buckets are 16, 24, 32, 48, 64, 96, ...: at most a third of the patches is padding.
+
+    Example:
+        >>> bucket_length(40, multiple=4)
+        48
+    """
+    fitting = (size for size in _BUCKETS if size >= patches and size % multiple == 0)
+    return next(fitting, -(-patches // multiple) * multiple)
+
+
+def pack_images(
+    images: Sequence[Float[np.ndarray, "patches K"]],
+    grids: Sequence[tuple[int, int]],
+    *,
+    merge: int,
+    window: int | None = None,
+    length: int | None = None,
+) -> PatchedImages:
+    """Lay images of different sizes into one array, with every table made here, on the host.
+
+    Args:
+        images: per image its patches in blocks: the merge x merge patches of a block follow one another, row by row
+            within it, and the blocks go row by row over the image.
+        grids: per image its rows and columns of patches, multiples of `merge`.
+        merge: patches along one side of a block.
+        window: blocks along one side of a window; None: the whole image is one.
+        length: patches that every image is padded to; None: the bucket of the largest.
+
+    Raises:
+        ValueError: no images, a grid that is no multiple of `merge`, patches that do not fill their grid, a length
+            that is too short.
+    """
+    if not images:
+        raise ValueError("got no images: leave images out")
+    for number, (patches, (rows, columns)) in enumerate(zip(images, grids, strict=True)):
+        if rows % merge or columns % merge or rows < 1 or columns < 1:
+            raise ValueError(f"image {number} has {rows} x {columns} patches, wanted multiples of {merge}")
+        if len(patches) != rows * columns:
+            raise ValueError(f"image {number} has {len(patches)} patches for a grid of {rows} x {columns}")
+    longest, cell = max(map(len, images)), merge * merge
+    length = bucket_length(longest, multiple=cell) if length is None else length
+    if length < longest or length % cell:
+        raise ValueError(f"length is {length}, wanted a multiple of {cell} and at least {longest}")
+    count, cells = len(images), length // cell
+    packed = np.zeros((count, length, images[0].shape[1]), np.float32)
+    tables = np.zeros((3, count, length), np.int32)
+    real = np.zeros((count, length), bool)
+    order = np.full(count * cells, -1, np.int32)
+    used = 0
+    for number, (patches, (rows, columns)) in enumerate(zip(images, grids, strict=True)):
+        size = len(patches)
+        packed[number, :size], real[number, :size] = patches, True
+        tables[:, number, :size] = _tables(rows, columns, merge, window)
+        order[used : used + size // cell] = number * cells + np.arange(size // cell)
+        used += size // cell
+    return PatchedImages(
+        patches=packed, rows=tables[0], columns=tables[1], windows=tables[2], real=real, order=order
+    )
+
+
+def _tables(rows: int, columns: int, merge: int, window: int | None) -> np.ndarray:
+    """Row, column and window of each patch, in the order of the blocks."""
+    grid = np.indices((rows, columns))
+    row, column = (in_blocks(axis, merge).reshape(-1) for axis in grid)
+    if window is None:
+        return np.stack([row, column, np.zeros_like(row)])
+    side = window * merge
+    across = math.ceil(columns / side)
+    return np.stack([row, column, row // side * across + column // side])
+
+
+def in_blocks(grid: np.ndarray, merge: int) -> np.ndarray:
+    """Reorder [rows, columns, ...] to [blocks, merge * merge, ...].
+
+    Example:
+        >>> in_blocks(np.arange(8).reshape(2, 4), 2).tolist()
+        [[0, 1, 4, 5], [2, 3, 6, 7]]
+    """
+    rows, columns, *rest = grid.shape
+    blocks = grid.reshape(rows // merge, merge, columns // merge, merge, *rest)
+    return np.swapaxes(blocks, 1, 2).reshape(-1, merge * merge, *rest)
+
+
+def patches_of(pixels: Float[np.ndarray, "channels H W"], patch: int, merge: int) -> Float[np.ndarray, "patches K"]:
+    """Cut one image into patches, in blocks; the numbers of a patch go channel by channel, row by row.
+
+    Raises:
+        ValueError: sides that are no multiples of patch x merge.
+    """
+    channels, height, width = pixels.shape
+    if height % (patch * merge) or width % (patch * merge):
+        raise ValueError(f"an image is {height} x {width} pixels, wanted multiples of {patch * merge}")
+    cut = pixels.reshape(channels, height // patch, patch, width // patch, patch)
+    return in_blocks(cut.transpose(1, 3, 0, 2, 4), merge).reshape(-1, channels * patch * patch)
+
+
+def check_image_tokens(input_ids: np.ndarray, image_token_id: int, features: int) -> None:
+    """Refuse a prompt whose image tokens are not as many as the features of its images."""
+    found = int((np.asarray(input_ids) == image_token_id).sum())
+    if found != features:
+        raise ValueError(
+            f"the prompts hold {found} image tokens (id {image_token_id}) and the images give {features} features: "
+            "write one image token per feature"
+        )
+
+
+def place_features(
+    embeddings: Float[Array, "B T D"],
+    input_ids: Int[Array, "B T"],
+    image_token_id: int,
+    features: Float[Array, "cells D"],
+    order: Int[Array, "cells"],
+) -> Float[Array, "B T D"]:
+    """Put the features in place of the image tokens, in the order in which both come."""
+    is_image = (input_ids == image_token_id).reshape(-1)
+    slot = jnp.cumsum(is_image) - 1
+    # An image token too many takes -1 from the order, and that reads NaN: more loud than another image's feature.
+    taken = order.at[jnp.where(is_image, slot, 0)].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
+    rows = features.at[taken].get(mode="fill", fill_value=np.nan, wrap_negative_indices=False)
+    flat = embeddings.reshape(-1, embeddings.shape[-1])
+    return jnp.where(is_image[:, None], rows.astype(flat.dtype), flat).reshape(embeddings.shape)

@@ -1,0 +1,253 @@
+"""Vision-language models on the shared decoder: features of images take the place of image tokens."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, ArrayLike, Float, Int
+
+from smmd_jax.backbones.cache import Cache
+from smmd_jax.backbones.config import DecoderConfig
+from smmd_jax.backbones.decoder import Decoder
+from smmd_jax.backbones.images import PatchedImages, check_image_tokens, pack_images, patches_of, place_features
+from smmd_jax.backbones.pixtral import Mistral3Projector, Pixtral
+from smmd_jax.backbones.qwen_vision import QwenVision, grid_positions
+from smmd_jax.backbones.vision import VisionConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionLanguageConfig:
+    """Describe a vision-language model.
+
+    Args:
+        text: of the decoder.
+        vision: of the tower.
+        model_type: row of the table of backbones.
+        image_token_id: the token that each feature of an image replaces.
+        projector_bias: biases in the projector (mistral3).
+    """
+
+    text: DecoderConfig
+    vision: VisionConfig
+    model_type: str
+    image_token_id: int
+    projector_bias: bool = False
+
+    def __post_init__(self):
+        if not 0 <= self.image_token_id < self.text.vocab_size:
+            raise ValueError(
+                f"image_token_id is {self.image_token_id}, and the vocabulary has {self.text.vocab_size} tokens"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        return self.text.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        return self.text.max_positions
+
+    @property
+    def num_layers(self) -> int:
+        return self.text.num_layers
+
+    @property
+    def tied(self) -> bool:
+        return self.text.tied
+
+
+class VisionLanguageModel(nnx.Module):
+    """Read text and images and predict the next token; what `Decoder` does, with images.
+
+    Images come as a dict of arrays by the names of the Hugging Face processors, on the host, or as the
+    `PatchedImages` that `prepare` makes of them, which may enter a jitted function. Text alone needs neither.
+    """
+
+    config: VisionLanguageConfig
+    language_model: Decoder
+
+    @property
+    def dtype(self):
+        return self.language_model.dtype
+
+    @property
+    def head(self) -> Float[Array, "D V"]:
+        """Return the head [D, V] of the text decoder."""
+        return self.language_model.head
+
+    def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
+        """Return float32 logits of hidden states."""
+        return self.language_model.logits(hidden)
+
+    def numeric_logits(self, hidden: Float[Array, "*batch D"], kernel) -> Float[Array, "*batch N"]:
+        """Return float32 logits of the numeric tokens only; see `Decoder.numeric_logits`."""
+        return self.language_model.numeric_logits(hidden, kernel)
+
+    def __call__(self, input_ids: Int[ArrayLike, "B T"], **options) -> Float[Array, "B T V"]:
+        """Return float32 logits [B, T, V]; the arguments are those of `hidden`."""
+        return self.logits(self.hidden(input_ids, **options))
+
+    def hidden(
+        self,
+        input_ids: Int[ArrayLike, "B T"],
+        *,
+        attention_mask: ArrayLike | None = None,
+        positions: ArrayLike | None = None,
+        segment_ids: ArrayLike | None = None,
+        images: dict | PatchedImages | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Return the hidden states after the last norm, what the head reads.
+
+        Args:
+            input_ids, attention_mask, positions, segment_ids, rngs: as `Decoder.hidden`.
+            images: dict of host arrays by the processors' names, or PatchedImages; None: text alone.
+
+        Raises:
+            ValueError: image tokens that are not as many as the features; also as `Decoder.hidden`.
+        """
+        input_ids, images, positions = self.prepare(input_ids, attention_mask, images, positions)
+        embeddings = None if images is None else self._embeddings(input_ids, attention_mask, images)
+        return self.language_model.hidden(
+            input_ids, attention_mask=attention_mask, positions=positions, segment_ids=segment_ids,
+            embeddings=embeddings, rngs=rngs,
+        )  # fmt: skip
+
+    def prefill(
+        self,
+        input_ids: Int[Array, "B T"],
+        *,
+        attention_mask: ArrayLike | None = None,
+        positions: ArrayLike | None = None,
+        images: PatchedImages | None = None,
+        slots: int,
+    ) -> tuple[Float[Array, "B T D"], Cache]:
+        """Return the hidden states of a prompt and a cache of `slots` slots; see `Decoder.prefill`."""
+        embeddings = None if images is None else self._embeddings(input_ids, attention_mask, images)
+        return self.language_model.prefill(
+            input_ids, attention_mask=attention_mask, positions=positions, embeddings=embeddings, slots=slots
+        )
+
+    def extend(self, input_ids: Int[Array, "B T"], cache: Cache) -> tuple[Float[Array, "B T D"], Cache]:
+        """Return the hidden states of the tokens after those in the cache; see `Decoder.extend`."""
+        return self.language_model.extend(input_ids, cache)
+
+    def prepare(
+        self,
+        input_ids: Int[ArrayLike, "B T"],
+        attention_mask: ArrayLike | None,
+        images: dict | PatchedImages | None,
+        positions: ArrayLike | None = None,
+    ) -> tuple[Int[Array, "B T"], PatchedImages | None, Array | None]:
+        """Turn the arrays of a Hugging Face processor into what a jitted function takes, on the host.
+
+        Returns:
+            (input_ids, images, positions); what is ready already stays as it is.
+
+        Raises:
+            ValueError: unknown or missing arrays, sizes that do not fit, image tokens that are not as many as the
+                features.
+        """
+        if images is None or isinstance(images, PatchedImages):
+            return jnp.asarray(input_ids), images, positions
+        if isinstance(input_ids, jax.core.Tracer):
+            raise ValueError("images came as a dict into a traced function: call `prepare` outside and pass its result")
+        host_ids = np.asarray(input_ids)
+        packed, grids = self.pack(images)
+        merge = self.config.vision.merge_size
+        check_image_tokens(host_ids, self.config.image_token_id, int((np.asarray(packed.order) >= 0).sum()))
+        if positions is None and self.config.text.rope.sections is not None:
+            positions = grid_positions(
+                host_ids, grids, image_token_id=self.config.image_token_id, merge=merge, attention_mask=attention_mask
+            )
+        return jnp.asarray(host_ids), jax.tree.map(jnp.asarray, packed), positions
+
+    def pack(self, images: dict) -> tuple[PatchedImages, Int[np.ndarray, "I 3"]]:
+        """Return the images in patches and their grids (frames, rows, columns of patches)."""
+        raise NotImplementedError
+
+    def image_features(self, images: PatchedImages) -> Float[Array, "I cells D"]:
+        """Return the features of each block of each image, padding included."""
+        raise NotImplementedError
+
+    def _embeddings(self, input_ids, attention_mask, images: PatchedImages) -> Float[Array, "B T D"]:
+        embeddings = self.language_model.embed(input_ids, attention_mask=attention_mask)
+        features = self.image_features(images)
+        return place_features(
+            embeddings, input_ids, self.config.image_token_id, features.reshape(-1, features.shape[-1]), images.order
+        )
+
+
+class Mistral3(VisionLanguageModel):
+    """Ministral 3 with its eyes: Pixtral, a projector that merges 2 x 2 patches, and the ministral3 decoder.
+
+    References:
+        Mistral AI, Ministral 3 model card, 2025; P. Agrawal et al., Pixtral 12B, 2024, section 2.
+    """
+
+    def __init__(
+        self, config: VisionLanguageConfig, *, rngs: nnx.Rngs, dtype=jnp.float32, param_dtype=jnp.float32, **decoder
+    ):
+        self.config = config
+        options = dict(rngs=rngs, dtype=dtype, param_dtype=param_dtype)
+        self.vision_tower = Pixtral(config.vision, **options)
+        self.multi_modal_projector = Mistral3Projector(
+            config.vision, config.text, bias=config.projector_bias, **options
+        )
+        self.language_model = Decoder(config.text, **options, **decoder)
+
+    def pack(self, images: dict) -> tuple[PatchedImages, Int[np.ndarray, "I 3"]]:
+        pixels, sizes = _arrays(images, "pixel_values", "image_sizes")
+        vision = self.config.vision
+        if len(pixels) != len(sizes):
+            raise ValueError(f"pixel_values hold {len(pixels)} images and image_sizes {len(sizes)}: make them equal")
+        cut = [
+            patches_of(image[:, :height, :width], vision.patch_size, vision.merge_size)
+            for image, (height, width) in zip(pixels, sizes.tolist(), strict=True)
+        ]
+        grids = [(height // vision.patch_size, width // vision.patch_size) for height, width in sizes.tolist()]
+        return pack_images(cut, grids, merge=vision.merge_size), np.array([(1, *grid) for grid in grids], np.int32)
+
+    def image_features(self, images: PatchedImages) -> Float[Array, "I cells D"]:
+        return self.multi_modal_projector(self.vision_tower(images))
+
+
+class Qwen2_5VL(VisionLanguageModel):
+    """Qwen2.5-VL: a windowed vision tower, and the qwen2 decoder with positions of three axes.
+
+    References:
+        S. Bai et al., Qwen2.5-VL Technical Report, 2025.
+    """
+
+    def __init__(
+        self, config: VisionLanguageConfig, *, rngs: nnx.Rngs, dtype=jnp.float32, param_dtype=jnp.float32, **decoder
+    ):
+        self.config = config
+        options = dict(rngs=rngs, dtype=dtype, param_dtype=param_dtype)
+        self.visual = QwenVision(config.vision, config.text.hidden_size, **options)
+        self.language_model = Decoder(config.text, **options, **decoder)
+
+    def pack(self, images: dict) -> tuple[PatchedImages, Int[np.ndarray, "I 3"]]:
+        pixels, grids = _arrays(images, "pixel_values", "image_grid_thw")
+        vision = self.config.vision
+        if (grids[:, 0] != 1).any():
+            raise ValueError(f"image_grid_thw has {grids[:, 0].max()} frames, wanted 1: only single images are read")
+        ends = np.cumsum(grids.prod(1))
+        if len(pixels) != ends[-1]:
+            raise ValueError(f"pixel_values hold {len(pixels)} patches and image_grid_thw asks for {ends[-1]}")
+        cut = np.split(pixels, ends[:-1])
+        packed = pack_images(
+            cut, [tuple(grid[1:]) for grid in grids.tolist()], merge=vision.merge_size, window=vision.window_blocks
+        )
+        return packed, grids
+
+    def image_features(self, images: PatchedImages) -> Float[Array, "I cells D"]:
+        return self.visual(images)
+
+
+def _arrays(images: dict, *names: str) -> list[np.ndarray]:
+    if set(images) != set(names):
+        raise ValueError(f"images hold {', '.join(sorted(images)) or 'nothing'}, wanted {' and '.join(names)}")
+    return [np.asarray(images[name]) for name in names]
