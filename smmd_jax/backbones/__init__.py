@@ -29,6 +29,8 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "RopeConfig",
+    "VisionLanguageConfig",
+    "VisionLanguageModel",
     "add_lora",
     "join_parameters",
     "load_pretrained",

@@ -108,7 +108,9 @@ def load_parameters(
     return _load(open_folder(folder), shapes, model_config(read_config(folder)), shardings)
 
 
-def save_pretrained(model: Decoder | VisionLanguageModel, folder: str | Path, *, source: str | Path | None = None) -> None:
+def save_pretrained(
+    model: Decoder | VisionLanguageModel, folder: str | Path, *, source: str | Path | None = None
+) -> None:
     """Write a model as a Hugging Face checkpoint.
 
     Args:
