@@ -1,4 +1,4 @@
-"""The arithmetic task: a TensorFlow Datasets builder (without TensorFlow) of add/subtract questions, and its row."""
+"""The arithmetic task: a builder of add/subtract questions, and the row that joins it with modules and files."""
 
 import dataclasses
 import hashlib
@@ -10,6 +10,8 @@ import tensorflow_datasets as tfds
 
 from train.tasks.base import Example, Task
 from train.tasks.expressions import GENERATOR_VERSION, Difficulty, evaluate, sample_expression, split_of
+from train.tasks.math_data import MODULE_VARIANTS, SIZES, make_module_source
+from train.tasks.math_files import RELEASED_VARIANTS, make_released_source
 from train.tasks.prepared import Record, RecordSource, default_data_dir, prepare_builder
 
 __all__ = [
@@ -75,6 +77,9 @@ VARIANTS: Mapping[str, Mapping[str, SplitSpec]] = MappingProxyType(
         },
     }
 )
+
+
+ALL_VARIANTS = (*VARIANTS, *MODULE_VARIANTS, *RELEASED_VARIANTS)
 
 
 def generate_questions(spec: SplitSpec, *, split: str, seed: int) -> Iterator[tuple[str, str]]:
@@ -192,21 +197,27 @@ def make_source(
     seed: int = 0,
     variant: str = "small",
     examples: Mapping[str, int] | None = None,
-) -> ArithSource:
+) -> RecordSource:
     """Open a split of the arithmetic data, generating the data set first if need be.
 
     Args:
-      split: "train", "interpolate" (unseen expressions of the training difficulty) or "longer" (more operands).
+      split: "train", "interpolate" (unseen expressions of the training difficulty) or "longer" (more operands); for
+        modules and released files "train", "train-easy", "train-medium", "train-hard", "interpolate" or "extrapolate".
       data_dir: folder of prepared data; None is `default_data_dir()`.
       seed: seed of the generator.
-      variant: "small" or "deepmind".
+      variant: "small" or "deepmind", "all" or one of the nine modules, "released" or "released_add_sub_multiple".
       examples: other numbers of examples for some splits, e.g. ``{"train": 2000}``.
 
     Raises:
       ValueError: an unknown split or variant, with the known ones.
     """
-    if variant not in VARIANTS:
-        raise ValueError(f"arith: unknown variant {variant!r}; known variants: {', '.join(VARIANTS)}.")
+    if variant not in ALL_VARIANTS:
+        raise ValueError(f"arith: unknown variant {variant!r}; known variants: {', '.join(ALL_VARIANTS)}.")
+    options = {"variant": variant, "separator": ANSWER_SEPARATOR, "data_dir": data_dir, "examples": examples}
+    if variant in MODULE_VARIANTS:
+        return make_module_source(split, seed=seed, **options)
+    if variant in RELEASED_VARIANTS:
+        return make_released_source(split, **options)
     splits = dict(VARIANTS[variant])
     for name in (split, *(examples or {})):
         if name not in splits:
@@ -218,11 +229,11 @@ def make_source(
 
 ARITH = Task(
     name="arith",
-    summary="add and subtract integers with brackets and signs (generated; DeepMind-Math add_sub_multiple style)",
+    summary="arithmetic in the style of DeepMind Mathematics, generated or from its released files",
     train_split="train",
     eval_split="interpolate",
-    splits=("train", "interpolate", "longer"),
-    variants=tuple(VARIANTS),
+    splits=("train", "interpolate", "longer", *(name for name in SIZES if name not in ("train", "interpolate"))),
+    variants=ALL_VARIANTS,
     grader="math_exact",
     defaults=MappingProxyType(
         {
