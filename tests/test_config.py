@@ -174,6 +174,15 @@ def test_mesh_is_read_in_the_order_given():
     assert parse_mesh("") == {}
 
 
+def test_pretrained_weights_have_defaults_of_their_own():
+    tables = {"task": {"sums": types.SimpleNamespace(
+        defaults={"steps": 300, "batch_size": 16}, pretrained_defaults={"steps": 30})}}  # fmt: skip
+    made = lambda **given: make_config({"task": "sums", **given}, tables=tables)
+    assert (made().steps, made(backbone="tiny").steps) == (300, 300)
+    assert (made(backbone="some/folder").steps, made(backbone="some/folder").batch_size) == (30, 16)
+    assert made(backbone="some/folder", steps=7).steps == 7
+
+
 def test_warmup_defaults_to_a_tenth_of_the_steps_and_at_most_100():
     resolved = [TrainConfig(task="arith", steps=steps).warmup for steps in (5, 200, 5000)]
     assert resolved == [0, 20, 100]

@@ -15,6 +15,8 @@ from train.flags import Tables, check_names, check_values, flag_field, nearest, 
 MESH_AXES = ("data", "fsdp", "tensor")
 USAGE = "usage: python -m train.main --task=TASK [--flag=value ...]"
 _BACKBONE_FORM = (r".*[/\\].*|.*\.gguf|~.*|\.{1,2}", "a model folder, a .gguf file, or org/name of a hub")
+# Backbones that start from random parameters.
+_RANDOM_BACKBONES = ("tiny",)
 _FUNCTION_FORM = (r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", "package.module:function for a loss of your own")
 
 
@@ -157,10 +159,12 @@ def parse_mesh(text: str) -> dict[str, int]:
 def make_config(given: Mapping[str, Any], *, tables: Tables) -> TrainConfig:
     """Make the config of a run: TrainConfig's defaults, then the task's, then `given`, which beats both.
 
+    A backbone with pretrained weights, every one but tiny, takes the task's `pretrained_defaults` on top of its own.
+
     Args:
         given: the values asked for, by field name; a value counts as given also where it equals a default.
         tables: field name -> names allowed, e.g. {"task": TASKS, "loss": LOSSES, "kernel": KERNELS}. Rows of the
-            table of tasks may carry `defaults`.
+            table of tasks may carry `defaults` and `pretrained_defaults`.
 
     Raises:
         UsageError: an unknown field or name, a value out of range, no task.
@@ -177,6 +181,8 @@ def make_config(given: Mapping[str, Any], *, tables: Tables) -> TrainConfig:
     check_names({"task": given["task"]}, TrainConfig, tables={"task": tasks} if tasks else {})
     task = tasks[given["task"]] if isinstance(tasks, Mapping) else None
     defaults = dict(getattr(task, "defaults", {}))
+    if given.get("backbone", defaults.get("backbone", "tiny")) not in _RANDOM_BACKBONES:
+        defaults |= getattr(task, "pretrained_defaults", {})
     if not defaults.keys() <= known - {"task", "workdir"}:
         raise TypeError(f"task {given['task']} sets defaults for {sorted(defaults.keys() - known)}: no such fields.")
     config = TrainConfig(**{**defaults, **given})

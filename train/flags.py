@@ -234,6 +234,8 @@ def _task_defaults(name: str, tables: Tables) -> str:
     tasks = tables.get("task")
     if not isinstance(tasks, Mapping):
         return ""
-    changed = {task: row.defaults for task, row in tasks.items() if name in getattr(row, "defaults", {})}
-    own = [f"{task} {_shown(defaults[name])}" for task, defaults in changed.items()]
+    own = []
+    for kind, words in (("defaults", ""), ("pretrained_defaults", " with pretrained weights")):
+        rows = {task: getattr(row, kind, {}) for task, row in tasks.items()}
+        own += [f"{task}{words} {_shown(row[name])}" for task, row in rows.items() if name in row]
     return f" ({', '.join(own)})" if own else ""

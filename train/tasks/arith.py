@@ -249,5 +249,18 @@ ARITH = Task(
             "checkpoint_every": 250,
         }
     ),
+    pretrained_defaults=MappingProxyType(
+        {
+            "max_length": 64,
+            "batch_size": 8,
+            "steps": 300,
+            "optimizer": "adamw",
+            "learning_rate": 1e-4,
+            "log_every": 10,
+            "eval_every": 100,
+            "eval_examples": 500,
+            "checkpoint_every": 100,
+        }
+    ),
     make_source=make_source,
 )

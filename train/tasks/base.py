@@ -49,6 +49,7 @@ class Task:
       variants: every value of `variant`, the default first.
       grader: row of `train.graders.GRADERS`.
       defaults: overrides of the training defaults for the default run of this task.
+      pretrained_defaults: overrides of those where the backbone has pretrained weights.
       chat: whether a question is put to the model in its chat template, as one message of the user; needs a model that
         has one.
       chat_variants: the variants for which that holds although `chat` is false.
@@ -66,6 +67,7 @@ class Task:
     defaults: Mapping[str, object]
     make_source: Callable[..., Source]
     chat: bool = False
+    pretrained_defaults: Mapping[str, object] = dataclasses.field(default_factory=dict)
     chat_variants: tuple[str, ...] = ()
     max_new_tokens: int = 32
 
