@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 
 from train.graders import GRADERS, grade_chartqa, grade_chartqa_lenient
+from train.tasks import TASKS
 
 
 @pytest.mark.parametrize(
@@ -264,3 +265,9 @@ def test_real_numeric_answers_are_numbers():
                 assert GRADERS[grader](f"#### {answer.rpartition('#### ')[2]} ", answer).correct, answer
         if name == "clock":
             assert GRADERS["clock"](f"It is {answer}.", answer).correct
+
+
+def test_every_grader_task_and_variant_is_documented():
+    text = (Path(__file__).parents[1] / "docs" / "tasks.md").read_text(encoding="utf-8")
+    names = [*GRADERS, *TASKS, *(name for task in TASKS.values() for name in (*task.variants, *task.splits))]
+    assert not [name for name in names if f"`{name}`" not in text]
