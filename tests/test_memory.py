@@ -351,23 +351,49 @@ def test_sixteen_bit_logits_among_blocks_are_upcast_first(dtype):
     np.testing.assert_allclose(gradient.astype(jnp.float32), wide, rtol=float(jnp.finfo(dtype).eps), atol=1e-7)
 
 
-def test_blocks_work_under_every_transformation():
-    logits, targets, _ = make_large_problem(40, (2, 64))
-    kernel = make_kernel(size=LARGE)
+HEAD = np.random.default_rng(2).standard_normal((16, width(make_vocab(LARGE)))).astype(np.float32)
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def results(function, logits):
-        total = lambda logits: function(logits, targets, kernel).sum()
-        direction = jnp.cos(logits)
-        return {
-            "jvp": jax.jvp(total, (logits,), (direction,)),
-            "gradient through checkpoint": jax.grad(jax.checkpoint(total))(logits),
-            "forward over reverse": jax.jvp(jax.grad(total), (logits,), (direction,))[1],
-            "reverse over reverse": jax.grad(lambda logits: jnp.vdot(jax.grad(total)(logits), direction))(logits),
-            "vmap": jax.vmap(function, (0, 0, None))(logits, targets, kernel),
-        }
 
-    assert_close(results(smmd_loss, logits), results(dense_smmd, logits))
+def of_hidden(hidden, targets, kernel):
+    return smmd_loss_from_hidden(hidden, HEAD, targets, kernel)
+
+
+def dense_of_hidden(hidden, targets, kernel):
+    return dense_smmd_from_hidden(hidden, HEAD, targets, kernel)
+
+
+def transformed(function, array, targets, kernel):
+    values = lambda array: function(array, targets, kernel)
+    total = lambda array: values(array).sum()
+    direction = jnp.cos(array)
+    moved = lambda array: jax.jvp(values, (array,), (direction,))[1]
+    return {
+        "jvp": jax.jvp(total, (array,), (direction,)),
+        "gradient through checkpoint": jax.grad(jax.checkpoint(total))(array),
+        "forward over reverse": jax.jvp(jax.grad(total), (array,), (direction,))[1],
+        "reverse over reverse": jax.grad(lambda array: jnp.vdot(jax.grad(total)(array), direction))(array),
+        # of each position: terms of a sum cancel, and with them its digits
+        "forward over forward": jax.jvp(moved, (array,), (direction,)),
+        "vmap": jax.vmap(function, (0, 0, None))(array, targets, kernel),
+        "scan": jax.lax.map(lambda operands: function(*operands, kernel), (array, targets)),
+    }
+
+
+@pytest.mark.parametrize("count", [20, 60], ids=["within the capacity", "beyond it"])
+@pytest.mark.parametrize(("function", "dense"), [(smmd_loss, dense_smmd), (of_hidden, dense_of_hidden)])
+def test_blocks_work_under_every_transformation(function, dense, count):
+    logits, targets, _ = make_large_problem(count, (2, 64))
+    array, kernel = jnp.asarray(logits if function is smmd_loss else logits[..., :16]), make_kernel(size=LARGE)
+    run = jax.jit(transformed, static_argnums=0)
+    assert_close(run(function, array, targets, kernel), run(dense, array, targets, kernel))
+
+
+@pytest.mark.parametrize("function", [smmd_loss, of_hidden])
+def test_blocks_give_the_same_with_and_without_jit(function):
+    logits, targets, _ = make_large_problem(60, (2, 64))
+    array, kernel = jnp.asarray(logits if function is smmd_loss else logits[..., :16]), make_kernel(size=LARGE)
+    both = jax.value_and_grad(lambda array: function(array, targets, kernel).sum())
+    assert_close(both(array), jax.jit(both)(array), tolerance=1e-6)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
