@@ -217,7 +217,7 @@ def test_offline_without_a_copy_is_said_so_by_the_real_client(monkeypatch, tmp_p
 
 def test_without_the_hubs_client_the_local_way_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
-    with pytest.raises(UsageError, match=r"pip install huggingface_hub. Or put a model folder"):
+    with pytest.raises(UsageError, match=r"pip install huggingface_hub. Without a hub: put a model folder"):
         make_backbone(make_config("org/big"))
 
 

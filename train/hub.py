@@ -14,7 +14,8 @@ _FILES = (
 _NOT_FILES = ("*/*", "consolidated*")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _LOCAL = (
-    "Or put a model folder (config.json, *.safetensors, tokenizer.json) on this machine and name it in --backbone."
+    "Without a hub: put a model folder (config.json, *.safetensors, tokenizer.json) on this machine and name it in "
+    "--backbone."
 )
 
 
