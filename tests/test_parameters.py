@@ -16,6 +16,7 @@ from tests.runs import captured, numbers_of, same_state, shrink, state_of, train
 from train.assembly import assemble
 from train.config import TrainConfig, parse_command_line
 from train.exits import CheckpointMismatchError, UsageError
+from train.log import read_jsonl
 from train.main import TABLES
 from train.tokenizer import make_task_tokenizer
 
@@ -155,6 +156,14 @@ def test_a_fresh_run_on_a_folder_starts_from_its_parameters(folder, data_dir, sc
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), wanted)
     jax.tree.map(np.testing.assert_array_equal, run.frozen, rounded)
     assert {path.split("'")[-2] for path in by_path(run.make_state().parameters)} == {"lora_a", "lora_b"}
+
+
+def test_pretrained_weights_are_evaluated_before_the_first_step(folder, data_dir, tmp_path):
+    flags = (f"--backbone={folder[0]}", "--steps=2", "--batch_size=2", "--max_length=64", "--eval_examples=4")
+    train_here(tmp_path / "run", data_dir, *flags)
+    assert [row["step"] for row in read_jsonl(tmp_path / "run" / "eval.jsonl")] == [0, 2]
+    train_here(tmp_path / "random", data_dir, *flags[1:])
+    assert [row["step"] for row in read_jsonl(tmp_path / "random" / "eval.jsonl")] == [2]
 
 
 def test_the_fingerprint_follows_the_folder_the_seed_and_the_stored_dtype(folder, data_dir, tmp_path):

@@ -68,6 +68,7 @@ def edit_config(folder, **fields):
 def test_what_is_saved_loads_as_the_same_model(family, tmp_path):
     model = make_decoder(family)
     save_pretrained(model, tmp_path / "saved")
+    assert (tmp_path / "saved" / SINGLE_NAME).stat().st_mode & 0o777 == 0o644
     loaded = load_pretrained(tmp_path / "saved")
     chex.assert_trees_all_equal(parameters_of(loaded), parameters_of(model))
     ids = jnp.arange(1, 13).reshape(2, 6)

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,7 +25,6 @@ from train.optimizer import Schedule, make_optimizer, make_schedule
 from train.parameters import Parameters, make_parameters, shardings_of
 from train.partition import batch_sharding, check_batch_size, make_mesh, optimizer_shardings, replicated
 from train.prompts import PromptBatch, make_prompt_batches
-from train.scoring import MAX_NEW_TOKENS
 from train.step import Step, TrainState, init_state, make_step
 from train.tasks import TASKS, Source, Task
 from train.tasks.arith import default_data_dir
@@ -41,6 +41,7 @@ class Run:
       parameters: the model's structure, and which of its parameters are trained.
       step: jitted, the state donated; its last argument is `frozen`.
       prompts: of the evaluation; encoded before training, so that what cannot be evaluated is refused first.
+      backbone_folder: holds the weights that the run starts from; None: they start at random.
       notes: sentences for the header.
     """
 
@@ -58,7 +59,13 @@ class Run:
     batches: Batches
     statistics: Statistics
     prompts: Sequence[PromptBatch]
+    backbone_folder: Path | None
     notes: tuple[str, ...]
+
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether the parameters start from a folder of weights."""
+        return self.backbone_folder is not None
 
     @property
     def parameter_count(self) -> int:
@@ -117,15 +124,16 @@ def assemble(config: TrainConfig) -> Run:
     tokenizer, model_config = backbone.tokenizer, backbone.config
     data_dir = config.data_dir or default_data_dir()
     with _storage_errors(data_dir):
+        source = task.make_source(task.train_split, data_dir=data_dir, **_variant(config))
         batches = make_batches(
-            task.make_source(task.train_split, data_dir=data_dir, **_variant(config)),
+            source,
             tokenizer,
             batch_size=config.batch_size,
             max_length=config.max_length,
             seed=config.seed,
             vocab_size=model_config.vocab_size,
             max_dropped_fraction=config.max_dropped_fraction,
-            cache_dir=data_dir,
+            cache_dir=default_data_dir() if task.reads_files else data_dir,
         )
         prompts = _prompts(task, tokenizer, model_config, config)
     vocab = numeric_vocab_from_tokenizer(
@@ -189,7 +197,8 @@ def assemble(config: TrainConfig) -> Run:
         batches=batches,
         statistics=statistics,
         prompts=prompts,
-        notes=(*backbone.notes, *_unused_flags(objective, config)),
+        backbone_folder=backbone.folder,
+        notes=(*backbone.notes, *getattr(source, "notes", ()), *_unused_flags(objective, config)),
     )
 
 
@@ -217,7 +226,7 @@ def _prompts(
         tokenizer,
         batch_size=config.eval_batch_size,
         examples=config.eval_examples or len(source),
-        max_length=model_config.max_positions - MAX_NEW_TOKENS,
+        max_length=model_config.max_positions - task.max_new_tokens,
     )
 
 

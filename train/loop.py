@@ -30,7 +30,7 @@ from train.preview import describe_step, header, show_examples
 from train.progress import Progress, format_seconds
 from train.prompts import PromptBatch
 from train.report import closing_table, newest_predictions, sample_predictions, write_plots
-from train.scoring import MAX_NEW_TOKENS, answer_prompts, grade_answers
+from train.scoring import answer_prompts, grade_answers
 from train.step import TrainState
 
 
@@ -205,14 +205,17 @@ class _Loop:
     def _evaluate_if_due(self, state: TrainState, step: int, position: dict[str, Any]) -> None:
         split = self.config.eval_split or self.run.task.eval_split
         due = self._is_last(step) or self._every(self.config.eval_every, step)
+        # What pretrained weights can do before the first step is what a run of them is compared with.
+        due = due or (step == 0 and self.run.is_pretrained)
         if not due or self.records.evals.has(step=step, split=split):
             return
         with self.records.progress.pause("evaluate"):
             prompts = self._until_stopped(state, step, position)
+            task = self.run.task
             answers = answer_prompts(
-                self.run.model(state.parameters), self.run.tokenizer, prompts, max_new_tokens=MAX_NEW_TOKENS
+                self.run.model(state.parameters), self.run.tokenizer, prompts, max_new_tokens=task.max_new_tokens
             )
-            scored = grade_answers(answers, self.run.task.grader)
+            scored = grade_answers(answers, task.grader)
             write_jsonl(Path(self.config.workdir) / PREDICTIONS / f"{step}.jsonl", scored.predictions)
             row = {"step": step, "split": split, **dataclasses.asdict(scored.metrics)}
             self.records.write(self.records.evals, row, f"eval/{split}")

@@ -160,6 +160,7 @@ def plan_files(
 def write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     """Write one safetensors file, readable by every framework."""
     save_file(dict(tensors), path, metadata={"format": "pt"})
+    path.chmod(0o644)  # the library makes it private
 
 
 def write_index(folder: Path, weight_map: Mapping[str, str], total_size: int, *, extra: Mapping[str, Any] = {}) -> None:
