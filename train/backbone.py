@@ -60,7 +60,7 @@ def make_backbone(config: TrainConfig) -> Backbone:
       TokenizerError: no usable tokenizer, or more tokens than the head has columns.
       StorageError: no space for a download or a conversion.
     """
-    name, chat = config.backbone, TASKS[config.task].chat
+    name, chat = config.backbone, TASKS[config.task].is_chat(config.variant)
     if name == "tiny":
         tokenizer = make_task_tokenizer()
         if chat:

@@ -12,9 +12,6 @@ from train.metrics import Metrics, score
 from train.prompts import PromptBatch
 from train.tokenizer import Tokenizer
 
-# Longer than any answer of a task's own; an answer that does not end is cut there and graded as it stands.
-MAX_NEW_TOKENS = 32
-
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
@@ -33,7 +30,7 @@ def answer_prompts(
       model: takes `train.generate.generate`'s call.
       tokenizer: decodes the answers.
       batches: from `make_prompt_batches`.
-      max_new_tokens: length of an answer that does not end by itself.
+      max_new_tokens: length of an answer that does not end by itself; it is graded as it stands.
     """
     answers = []
     for batch in batches:

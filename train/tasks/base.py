@@ -26,7 +26,7 @@ class Source(Protocol):
     """A split in random access: what `make_source` returns.
 
     `fingerprint` changes whenever any example or their order changes. `__getitems__`, where present, reads many
-    examples at once and is preferred.
+    examples at once and is preferred; `notes`, where present, are sentences for the header of a run.
     """
 
     fingerprint: str
@@ -53,6 +53,7 @@ class Task:
       chat: whether a question is put to the model in its chat template, as one message of the user; needs a model that
         has one.
       chat_variants: the variants for which that holds although `chat` is false.
+      reads_files: whether `data_dir` holds files of the user's, beside which nothing is written.
       max_new_tokens: tokens of a generated answer that does not end by itself; no shorter than the task's own answers.
       make_source: ``make_source(split, *, data_dir=None, seed=0, variant=variants[0]) -> Source``.
     """
@@ -69,6 +70,7 @@ class Task:
     chat: bool = False
     pretrained_defaults: Mapping[str, object] = dataclasses.field(default_factory=dict)
     chat_variants: tuple[str, ...] = ()
+    reads_files: bool = False
     max_new_tokens: int = 32
 
     def is_chat(self, variant: str) -> bool:

@@ -122,6 +122,7 @@ GSM8K = Task(
     variants=tuple(VARIANTS),
     chat_variants=("chat", "chat_stripped"),
     grader="gsm8k_flexible",
+    reads_files=True,
     max_new_tokens=512,
     defaults=MappingProxyType({"max_length": 1024, "batch_size": 8, "learning_rate": 1e-5, "eval_batch_size": 16}),
     make_source=make_source,

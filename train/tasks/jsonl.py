@@ -135,6 +135,7 @@ JSONL = Task(
     variants=tuple(VARIANTS),
     chat_variants=("chat", "chat_strict"),
     grader="math_value",
+    reads_files=True,
     max_new_tokens=256,
     defaults=MappingProxyType({}),
     make_source=make_source,

@@ -125,6 +125,7 @@ SVAMP = Task(
     variants=tuple(VARIANTS),
     chat_variants=("chat", "chat_stripped", "chat_stop"),
     grader="gsm8k_flexible",
+    reads_files=True,
     max_new_tokens=512,
     defaults=MappingProxyType(dict(gsm8k.GSM8K.defaults)),
     make_source=make_source,
