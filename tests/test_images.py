@@ -96,7 +96,7 @@ def test_features_take_the_places_of_image_tokens_in_order(compile):
 
 def test_image_tokens_are_as_many_as_features():
     check_image_tokens(np.array([[IMAGE, 1, IMAGE]]), IMAGE, 2)
-    with pytest.raises(ValueError, match="hold 2 image tokens .* give 3 features"):
+    with pytest.raises(ValueError, match=r"hold 2 image tokens .* give 3 features"):
         check_image_tokens(np.array([[IMAGE, 1, IMAGE]]), IMAGE, 3)
 
 
