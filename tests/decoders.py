@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from smmd_jax.backbones import Decoder, DecoderConfig, RopeConfig
+from smmd_jax.backbones import BACKBONES, Decoder, DecoderConfig, RopeConfig, VisionLanguageConfig
 
 V = 37
 SIZES = dict(vocab_size=V, hidden_size=24, intermediate_size=40, num_heads=4, num_kv_heads=2, max_positions=64)
@@ -55,9 +55,9 @@ def make_decoder(family: str, seed: int = 0) -> Decoder:
 
 
 @functools.cache
-def abstract_state(config: DecoderConfig) -> nnx.State:
+def abstract_state(config: DecoderConfig | VisionLanguageConfig) -> nnx.State:
     """Shapes and dtypes of the parameters, without memory."""
-    return nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    return nnx.state(nnx.eval_shape(lambda: BACKBONES[config.model_type](config, rngs=nnx.Rngs(0))))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

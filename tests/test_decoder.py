@@ -163,6 +163,10 @@ PUBLISHED = {
     "qwen2.5-1.5b": 1_543_714_304,
     "smollm3-3b": 3_075_098_624,
     "llama3-8b": 8_030_261_248,
+    # of the model pages, noted from memory
+    "qwen2.5-vl-3b": 3_754_622_976,
+    "qwen2.5-vl-7b": 8_292_166_656,
+    "llama-3.2-11b-vision": 10_670_220_835,
 }
 
 

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from smmd_jax.backbones import load_pretrained, save_pretrained
 from smmd_jax.backbones.hf_config import FAMILIES as HF_FAMILIES
-from smmd_jax.backbones.hf_config import QWEN_VL_TEXT, decoder_config
+from smmd_jax.backbones.hf_config import MLLAMA_TEXT, QWEN_VL_TEXT, decoder_config
 from smmd_jax.backbones.hf_fields import hf_fields
 from smmd_jax.backbones.safetensors_files import INDEX_NAME, SINGLE_NAME, open_folder, plan_files
 from smmd_jax.backbones.stack import stack_layers, unstack_layers
@@ -276,7 +276,7 @@ def test_a_decoder_that_its_family_cannot_express_is_refused():
 def test_families_and_ports_are_the_same():
     from smmd_jax.backbones import BACKBONES, SHARDING_RULES
 
-    assert set(HF_FAMILIES) - {QWEN_VL_TEXT} <= set(BACKBONES) == set(SHARDING_RULES)
+    assert set(HF_FAMILIES) - {QWEN_VL_TEXT, MLLAMA_TEXT} <= set(BACKBONES) == set(SHARDING_RULES)
 
 
 def test_shards_hold_at_most_what_they_may():

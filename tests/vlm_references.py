@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from tests.references import _DEFAULT, _MINISTRAL3, SIZES, libraries
+from tests.references import _DEFAULT, _LLAMA3, _MINISTRAL3, SIZES, libraries
 
 V = SIZES["vocab_size"]
-IMAGE = {"mistral3": 10, "qwen2_5_vl": 190}
+IMAGE = {"mistral3": 10, "qwen2_5_vl": 190, "mllama": V}
 _TEXT = {name: value for name, value in SIZES.items() if name != "rms_norm_eps"}
 
 
@@ -40,7 +40,21 @@ def _qwen2_5_vl(transformers):
     )  # fmt: skip
 
 
-MODELS = {"mistral3": _mistral3, "qwen2_5_vl": _qwen2_5_vl}
+def _mllama(transformers):
+    text = _TEXT | dict(
+        num_hidden_layers=5, cross_attention_layers=[1, 3], rms_norm_eps=1e-5, rope_parameters=dict(_LLAMA3)
+    )
+    # Five patches a tile, class embedding included, which the tower fills up to eight.
+    vision = dict(
+        hidden_size=24, num_hidden_layers=4, num_global_layers=2, attention_heads=2, intermediate_size=40,
+        image_size=28, patch_size=14, max_num_tiles=4, intermediate_layers_indices=[1, 2, 3], vision_output_dim=24 * 4,
+    )  # fmt: skip
+    return transformers.MllamaForConditionalGeneration, transformers.MllamaConfig(
+        text_config=text, vision_config=vision, image_token_index=IMAGE["mllama"]
+    )
+
+
+MODELS = {"mistral3": _mistral3, "qwen2_5_vl": _qwen2_5_vl, "mllama": _mllama}
 
 
 def make_reference(family: str, seed: int):
@@ -61,6 +75,23 @@ def make_reference(family: str, seed: int):
                 parameter.copy_(noise * 1.2 / parameter[0].numel() ** 0.5)
     model.tie_weights()
     model.generation_config = transformers.GenerationConfig(eos_token_id=None, pad_token_id=0)
+    return as_released(model)
+
+
+def as_released(model):
+    """Let mllama's tower take the input of its feature layers, which the released weights were trained with.
+
+    transformers 4.45 does, 5.24 takes their output: there every index is one too high.
+    """
+    torch, _ = libraries()
+    tower = getattr(model.model, "vision_model", None)
+    if tower is not None:
+        with torch.no_grad():
+            states = tower.transformer(torch.zeros(1, 8, tower.config.hidden_size)).hidden_states
+        if len(states) == tower.config.num_hidden_layers:  # no entry for what goes into the first layer
+            tower.intermediate_layers_indices = [
+                layer - 1 for layer in tower.config.intermediate_layers_indices
+            ]
     return model
 
 
@@ -80,6 +111,9 @@ def make_inputs(family: str, seed: int, side: str = "left"):
     """(input_ids, attention_mask, images): three images of different sizes, two of them in one row."""
     rng = np.random.default_rng(seed)
     token = IMAGE[family]
+    if family == "mllama":
+        ids, mask = _rows(rng, [(3, [token], 9), (1, [token], 2, [token], 4)], side)
+        return ids, mask, _tiled_images(rng, ids, [[(3, 3)], [(6, 4), (5, 2)]])
     grids = [(2, 3), (3, 1), (5, 4)]  # in features
     if family == "mistral3":
         runs = [np.concatenate([[token] * wide + [12]] * high) for high, wide in grids]
@@ -94,6 +128,26 @@ def make_inputs(family: str, seed: int, side: str = "left"):
         pixels = rng.standard_normal((int(thw.prod(1).sum()), 3 * 2 * 14 * 14)).astype(np.float32)
         images = {"pixel_values": pixels, "image_grid_thw": thw}
     return *_rows(rng, [(3, runs[0], 5), (1, runs[1], 2, runs[2], 4)], side), images
+
+
+def _tiled_images(rng, ids, images):
+    """Per row its images as (number of the arrangement, tiles); where there is no tile, or no image, there is noise."""
+    count = max(map(len, images))
+    arrays = {
+        "pixel_values": rng.standard_normal((len(images), count, 4, 3, 28, 28)).astype(np.float32),
+        "aspect_ratio_ids": np.zeros((len(images), count), np.int64),
+        "aspect_ratio_mask": np.zeros((len(images), count, 4), np.int64),
+        "cross_attention_mask": np.zeros((*ids.shape, count, 4), np.int64),
+    }
+    arrays["aspect_ratio_mask"][:, :, 0] = 1
+    for row, kinds in enumerate(images):
+        starts = np.flatnonzero(ids[row] == IMAGE["mllama"])
+        ends = [*starts[1:], ids.shape[1]]
+        for number, (kind, tiles) in enumerate(kinds):
+            arrays["aspect_ratio_ids"][row, number] = kind
+            arrays["aspect_ratio_mask"][row, number, :tiles] = 1
+            arrays["cross_attention_mask"][row, starts[number] : ends[number], number, :tiles] = 1
+    return arrays
 
 
 def as_torch(family: str, input_ids, attention_mask, images) -> dict:

@@ -36,6 +36,9 @@ class DecoderConfig:
         activation: of the gate: "silu", "gelu" (exact) or "gelu_tanh".
         tied: the head is the embedding transposed.
         dropout: on what attention and the feed-forward return; only where the call passes rngs.
+        cross_layers: numbers of the layers that read images instead of the text before (mllama).
+        extra_embeddings: rows of the embedding beyond the columns of the head: tokens that are read and never
+            predicted (mllama: the image token is the first of eight).
 
     Raises:
         ValueError: sizes that do not fit together, per-layer tuples of the wrong length, an unknown activation.
@@ -73,6 +76,8 @@ class DecoderConfig:
     activation: str = "silu"
     tied: bool = True
     dropout: float = 0.0
+    cross_layers: tuple[int, ...] = ()
+    extra_embeddings: int = 0
 
     def __post_init__(self):
         if self.num_kv_heads is None:
@@ -106,8 +111,20 @@ class DecoderConfig:
                 f"rope sections {self.rope.sections} add up to {sum(self.rope.sections)}, wanted head_dim / 2 = "
                 f"{self.head_dim // 2}"
             )
+        if any(not 0 <= layer < self.num_layers for layer in self.cross_layers):
+            raise ValueError(f"cross_layers are {self.cross_layers}, wanted numbers from 0 to {self.num_layers - 1}")
+        if self.extra_embeddings < 0 or (self.extra_embeddings and self.tied):
+            raise ValueError(
+                f"extra_embeddings is {self.extra_embeddings} and tied is {self.tied}: wanted 0 or more, and 0 where "
+                "the head is the embedding"
+            )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout is {self.dropout}, wanted 0 <= dropout < 1")
+
+    @property
+    def num_embeddings(self) -> int:
+        """How many tokens can be read."""
+        return self.vocab_size + self.extra_embeddings
 
     def window_of(self, layer: int) -> int | None:
         """Return how many tokens this layer sees, itself included; None means all."""

@@ -11,6 +11,7 @@ from jaxtyping import Array, ArrayLike, Float, Int
 from smmd_jax.backbones.attention import Tokens, visible_keys
 from smmd_jax.backbones.cache import Cache, make_cache
 from smmd_jax.backbones.config import DecoderConfig
+from smmd_jax.backbones.cross_layer import CrossLayer, ImageStates
 from smmd_jax.backbones.layer import DecoderLayer
 from smmd_jax.backbones.norm import RMSNorm
 from smmd_jax.backbones.products import wide_einsum
@@ -86,7 +87,7 @@ class Decoder(nnx.Module):
             its input only. On the CPU XLA undoes this for unrolled layers: scan them to save memory there.
 
     Raises:
-        ValueError: an unknown `remat`.
+        ValueError: an unknown `remat`; `scan_layers` for a decoder with layers that read images.
 
     Example:
         >>> import jax.numpy as jnp
@@ -111,14 +112,20 @@ class Decoder(nnx.Module):
     ):
         if remat not in REMAT:
             raise ValueError(f"remat {remat!r} is unknown, wanted one of {', '.join(REMAT)}")
+        if scan_layers and config.cross_layers:
+            raise ValueError(
+                f"scan_layers needs layers that are all alike, and {config.model_type} has layers of two kinds: leave "
+                "scan_layers out"
+            )
         self.config, self.dtype, self.scan_layers, self.remat = config, dtype, scan_layers, remat
         std = config.hidden_size**-0.5
         self.embed_tokens = nnx.Embed(
-            config.vocab_size, config.hidden_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
+            config.num_embeddings, config.hidden_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
             embedding_init=nnx.initializers.normal(std),
         )
         dtypes = dict(dtype=dtype, param_dtype=param_dtype)
-        layers = [DecoderLayer(config, rngs=rngs, **dtypes) for _ in range(config.num_layers)]
+        kinds = [CrossLayer if layer in config.cross_layers else DecoderLayer for layer in range(config.num_layers)]
+        layers = [kind(config, rngs=rngs, **dtypes) for kind in kinds]
         self.layers = stack_modules(layers) if scan_layers else nnx.List(layers)
         self.norm = RMSNorm(config.hidden_size, config, rngs=rngs, param_dtype=param_dtype)
         if config.tied:
@@ -164,6 +171,7 @@ class Decoder(nnx.Module):
         segment_ids: ArrayLike | None = None,
         images: dict | None = None,
         embeddings: Float[Array, "B T D"] | None = None,
+        states: ImageStates | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "B T D"]:
         """Return the hidden states after the last norm, what the head reads.
@@ -178,6 +186,7 @@ class Decoder(nnx.Module):
             segment_ids: int [B, T], rows packed with several examples; 0 is padding.
             images: must be None here; the vision families take a dict of arrays.
             embeddings: [B, T, D] what the first layer reads, instead of `embed(input_ids)`.
+            states: what the cross-attention layers read; None: these layers are skipped.
             rngs: randomness of the dropout; None: no dropout.
 
         Returns:
@@ -191,7 +200,7 @@ class Decoder(nnx.Module):
             self.config, input_ids, images, attention_mask=attention_mask, positions=positions, segment_ids=segment_ids
         )
         tokens, positions = _prompt(input_ids, attention_mask, positions, segment_ids)
-        tables, choices, run = self._per_layer(input_ids.shape[0], positions, tokens, tokens)
+        tables, choices, run = self._per_layer(input_ids.shape[0], positions, tokens, tokens, states)
         keys = None
         if rngs is not None and self.config.dropout:
             keys = jax.random.split(rngs.dropout(), self.config.num_layers)
@@ -244,6 +253,7 @@ class Decoder(nnx.Module):
         attention_mask: ArrayLike | None = None,
         positions: ArrayLike | None = None,
         embeddings: Float[Array, "B T D"] | None = None,
+        states: ImageStates | None = None,
         slots: int,
     ) -> tuple[Float[Array, "B T D"], Cache]:
         """Return the hidden states of a prompt and a cache of `slots` slots that holds it.
@@ -259,8 +269,14 @@ class Decoder(nnx.Module):
             last = jnp.where(tokens.real, positions, 0).reshape(-1, *input_ids.shape).max((0, 2))
             shift = (last - jnp.broadcast_to(tokens.ranks, input_ids.shape)[:, -1]).astype(jnp.int32)
         positions = counted if positions is None else jnp.asarray(positions)
-        hidden, layers = self._cached(input_ids, positions, tokens, tokens, past=None, embeddings=embeddings)
-        return hidden, make_cache(layers, jnp.broadcast_to(tokens.real, input_ids.shape), slots, shift=shift)
+        real = jnp.broadcast_to(tokens.real, input_ids.shape)
+        hidden, layers = self._cached(
+            input_ids, positions, tokens, tokens, past=None, embeddings=embeddings, states=states
+        )
+        tiles = None if states is None else states.tiles_after(real)
+        return hidden, make_cache(
+            layers, real, slots, shift=shift, cross_layers=self.config.cross_layers, tiles=tiles
+        )
 
     def extend(self, input_ids: Int[Array, "B T"], cache: Cache) -> tuple[Float[Array, "B T D"], Cache]:
         """Return the hidden states of the tokens that follow those in the cache, and the cache with them.
@@ -276,15 +292,18 @@ class Decoder(nnx.Module):
         queries = Tokens(columns=columns, real=jnp.ones((batch, length), bool), ranks=ranks)
         keys = Tokens(columns=jnp.arange(slots, dtype=jnp.int32), real=real, ranks=key_ranks)
         positions = ranks + cache.shift[:, None]
-        hidden, layers = self._cached(input_ids, positions, queries, keys, past=cache)
+        states = None if cache.tiles is None else ImageStates.cached(cache.tiles, length)
+        hidden, layers = self._cached(input_ids, positions, queries, keys, past=cache, states=states)
         new_keys, new_values = zip(*layers, strict=True)
         return hidden, dataclasses.replace(
             cache, keys=new_keys, values=new_values, real=real, used=cache.used + length
         )
 
-    def _cached(self, input_ids, positions, queries: Tokens, keys: Tokens, *, past: Cache | None, embeddings=None):
+    def _cached(
+        self, input_ids, positions, queries: Tokens, keys: Tokens, *, past: Cache | None, embeddings=None, states=None
+    ):
         """Return the hidden states and what each layer read, its keys and values."""
-        tables, choices, run = self._per_layer(input_ids.shape[0], positions, queries, keys)
+        tables, choices, run = self._per_layer(input_ids.shape[0], positions, queries, keys, states)
         flat = self._first(input_ids, queries.real, embeddings)
         layers = unstack_modules(self.layers, self.config.num_layers) if self.scan_layers else self.layers
         keys_values = []
@@ -295,8 +314,11 @@ class Decoder(nnx.Module):
             keys_values.append(read)
         return self.norm(flat).reshape(*input_ids.shape, -1), keys_values
 
-    def _per_layer(self, batch: int, positions, queries: Tokens, keys: Tokens):
-        """Return the masks and the rotations, each made once, the number of each layer's own, and how a layer runs."""
+    def _per_layer(self, batch: int, positions, queries: Tokens, keys: Tokens, states: ImageStates | None):
+        """Return the masks and the rotations, each made once, the number of each layer's own, and how a layer runs.
+
+        In place of a mask a layer that reads images gets these.
+        """
         config = self.config
         layers = range(config.num_layers)
         windows = list(dict.fromkeys(config.window_of(layer) for layer in layers))
@@ -316,10 +338,10 @@ class Decoder(nnx.Module):
             return layer(flat, visible, rotation, batch=batch, query_scale=query_scale, **options)
 
         choices = (
-            [windows.index(config.window_of(layer)) for layer in layers],
+            [len(masks) if i in config.cross_layers else windows.index(config.window_of(i)) for i in layers],
             [ropes.index(config.rope_of(layer)) for layer in layers],
         )
-        return (masks, rotations), choices, run
+        return ([*masks, states] if config.cross_layers else masks, rotations), choices, run
 
     def embed(
         self, input_ids: Int[Array, "B T"], *, attention_mask: ArrayLike | None = None

@@ -12,6 +12,7 @@ from smmd_jax.errors import CheckpointError
 
 CONFIG_NAME = "config.json"
 QWEN_VL_TEXT = "qwen2_5_vl_text"
+MLLAMA_TEXT = "mllama_text_model"
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Entries of a rope dictionary that are fields of RopeConfig under another name.
@@ -107,6 +108,13 @@ def _gemma3_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _mllama_layers(fields: Mapping[str, Any]) -> dict[str, Any]:
+    count = fields["num_hidden_layers"]
+    listed = fields.get("cross_attention_layers")
+    # The embedding has eight rows that the head lacks; the first is the image's.
+    return {"cross_layers": tuple(range(3, count, 5) if listed is None else listed), "extra_embeddings": 8}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Family:
     """What a model_type implies where its config.json is silent, and what it has that others lack.
@@ -147,6 +155,12 @@ FAMILIES = {
         absent={
             "max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
             "rope_theta": 1e6,
+        },
+    ),
+    MLLAMA_TEXT: _Family(
+        layers=_mllama_layers,
+        absent={
+            "max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
         },
     ),
     "gemma3_text": _Family(

@@ -108,7 +108,8 @@ def add_lora(
 
     count = model.config.num_layers
     for index, layer in enumerate([model.layers] if model.scan_layers else model.layers):
-        for block in (layer.self_attn, layer.mlp):
+        # A layer that reads images has no attention to itself.
+        for block in (layer.self_attn if hasattr(layer, "self_attn") else layer.cross_attn, layer.mlp):
             for name in [name for name in dict.fromkeys(targets) if hasattr(block, name)]:
                 linear = getattr(block, name)
                 if isinstance(linear, LoraLinear):

@@ -5,7 +5,9 @@ from typing import Any
 
 from smmd_jax.backbones.config import DecoderConfig
 from smmd_jax.backbones.decoder import Decoder
-from smmd_jax.backbones.hf_config import QWEN_VL_TEXT, check_not_quantised, decoder_config
+from smmd_jax.backbones.hf_config import MLLAMA_TEXT, QWEN_VL_TEXT, check_not_quantised, decoder_config
+from smmd_jax.backbones.mllama import Mllama
+from smmd_jax.backbones.mllama_vision import MllamaVisionConfig
 from smmd_jax.backbones.vision import VisionConfig
 from smmd_jax.backbones.vlm import Mistral3, Qwen2_5VL, VisionLanguageConfig
 from smmd_jax.errors import CheckpointError
@@ -24,6 +26,7 @@ BACKBONES = {
     "gemma3_text": Decoder,
     "mistral3": Mistral3,
     "qwen2_5_vl": Qwen2_5VL,
+    "mllama": Mllama,
 }
 
 
@@ -37,7 +40,7 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
         >>> model_config({"model_type": "gpt2"})
         Traceback (most recent call last):
           ...
-        smmd_jax.errors.CheckpointError: model_type is 'gpt2', wanted one of qwen2, qwen3, llama, smollm3, mistral, ministral, ministral3, gemma3_text, mistral3, qwen2_5_vl
+        smmd_jax.errors.CheckpointError: model_type is 'gpt2', wanted one of qwen2, qwen3, llama, smollm3, mistral, ministral, ministral3, gemma3_text, mistral3, qwen2_5_vl, mllama
     """  # noqa: E501
     kind = fields.get("model_type")
     if kind not in BACKBONES:
@@ -51,7 +54,9 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
         return _VISION_LANGUAGE[kind](fields)
     except KeyError as error:
         raise CheckpointError(f"the config of model_type {kind} lacks {error.args[0]}") from error
-    except (TypeError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(f"the config of model_type {kind} does not describe a model: {error}") from error
 
 
@@ -110,8 +115,34 @@ def _qwen2_5_vl(fields: Mapping[str, Any]) -> VisionLanguageConfig:
     )
 
 
+def _mllama(fields: Mapping[str, Any]) -> VisionLanguageConfig:
+    vision, text = fields["vision_config"], fields["text_config"]
+    _wanted(vision, "hidden_act", "gelu")
+    tower = MllamaVisionConfig(
+        hidden_size=vision["hidden_size"],
+        intermediate_size=vision["intermediate_size"],
+        num_layers=vision["num_hidden_layers"],
+        num_heads=vision.get("attention_heads", vision.get("num_attention_heads", 16)),
+        patch_size=vision["patch_size"],
+        channels=vision.get("num_channels", 3),
+        norm_eps=vision.get("norm_eps", 1e-5),
+        image_size=vision["image_size"],
+        max_tiles=vision.get("max_num_tiles", 4),
+        aspect_ratios=len(vision.get("supported_aspect_ratios") or range(8)),
+        num_global_layers=vision.get("num_global_layers", 8),
+        feature_layers=tuple(vision.get("intermediate_layers_indices") or (3, 7, 15, 23, 30)),
+    )
+    _wanted(vision, "vision_output_dim", tower.output_size)
+    return VisionLanguageConfig(
+        model_type="mllama",
+        text=_text(fields, text, MLLAMA_TEXT),
+        vision=tower,
+        image_token_id=fields.get("image_token_index", fields.get("image_token_id", text["vocab_size"])),
+    )
+
+
 # model_type -> the config from the fields
-_VISION_LANGUAGE = {"mistral3": _mistral3, "qwen2_5_vl": _qwen2_5_vl}
+_VISION_LANGUAGE = {"mistral3": _mistral3, "qwen2_5_vl": _qwen2_5_vl, "mllama": _mllama}
 
 
 def _text(fields: Mapping[str, Any], text: Mapping[str, Any], kind: str) -> DecoderConfig:

@@ -10,21 +10,22 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 # Path pattern -> mesh axis per dimension. Heads, feed-forward and vocabulary lie over `tensor`, the other dimension of
 # each matrix over `fsdp`; `data` splits no parameter. Vectors as wide as the model are kept whole: they are small.
 _LAYER_RULES = (
-    (r"self_attn/[qkv]_proj/kernel", ("fsdp", "tensor")),
-    (r"self_attn/[qkv]_proj/bias", ("tensor",)),
-    (r"self_attn/o_proj/kernel", ("tensor", "fsdp")),
-    (r"self_attn/o_proj/bias", (None,)),
-    (r"self_attn/[qk]_norm/weight", (None,)),
+    (r"(self|cross)_attn/[qkv]_proj/kernel", ("fsdp", "tensor")),
+    (r"(self|cross)_attn/[qkv]_proj/bias", ("tensor",)),
+    (r"(self|cross)_attn/o_proj/kernel", ("tensor", "fsdp")),
+    (r"(self|cross)_attn/o_proj/bias", (None,)),
+    (r"(self|cross)_attn/[qk]_norm/weight", (None,)),
     (r"mlp/(gate|up)_proj/kernel", ("fsdp", "tensor")),
     (r"mlp/(gate|up)_proj/bias", ("tensor",)),
     (r"mlp/down_proj/kernel", ("tensor", "fsdp")),
     (r"mlp/down_proj/bias", (None,)),
     # Adapters are thin: the side that they share with their matrix is split as it is, the rank is not.
-    (r"(self_attn/[qkv]|mlp/(gate|up))_proj/lora_a", ("fsdp", None)),
-    (r"(self_attn/[qkv]|mlp/(gate|up))_proj/lora_b", (None, "tensor")),
-    (r"(self_attn/o|mlp/down)_proj/lora_a", ("tensor", None)),
-    (r"(self_attn/o|mlp/down)_proj/lora_b", (None, "fsdp")),
+    (r"((self|cross)_attn/[qkv]|mlp/(gate|up))_proj/lora_a", ("fsdp", None)),
+    (r"((self|cross)_attn/[qkv]|mlp/(gate|up))_proj/lora_b", (None, "tensor")),
+    (r"((self|cross)_attn/o|mlp/down)_proj/lora_a", ("tensor", None)),
+    (r"((self|cross)_attn/o|mlp/down)_proj/lora_b", (None, "fsdp")),
     (r"(input|post_attention|pre_feedforward|post_feedforward)_layernorm/weight", (None,)),
+    (r"cross_attn_(attn|mlp)_gate", (None,)),
 )
 DECODER_RULES = (
     (r"embed_tokens/embedding", ("tensor", "fsdp")),
@@ -46,6 +47,18 @@ VISION_LANGUAGE_RULES = (
     *((r"language_model/" + pattern, axes) for pattern, axes in DECODER_RULES),
     *((r"(vision_tower|multi_modal_projector|visual)(?=/)" + pattern, axes) for pattern, axes in _TOWER_RULES),
 )
+_MLLAMA_VISION_RULES = (
+    (r".*/(scale|bias|gate|gate_attn|gate_ffn|class_embedding)", (None,)),
+    (r".*/(embedding/embedding|tile_embedding/embedding|position_embedding)", (None, "fsdp")),
+    (r".*/([qkv]_proj|fc1|patch_embedding)/kernel", ("fsdp", "tensor")),
+    (r".*/(o_proj|fc2)/kernel", ("tensor", "fsdp")),
+)
+MLLAMA_RULES = (
+    *((r"language_model/" + pattern, axes) for pattern, axes in DECODER_RULES),
+    *((r"vision_model(?=/)" + pattern, axes) for pattern, axes in _MLLAMA_VISION_RULES),
+    (r"multi_modal_projector/kernel", ("fsdp", "tensor")),
+    (r"multi_modal_projector/bias", (None,)),
+)
 
 # model_type -> rules
 SHARDING_RULES = {
@@ -55,6 +68,7 @@ SHARDING_RULES = {
     },
     "mistral3": VISION_LANGUAGE_RULES,
     "qwen2_5_vl": VISION_LANGUAGE_RULES,
+    "mllama": MLLAMA_RULES,
 }
 
 

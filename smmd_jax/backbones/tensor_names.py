@@ -19,6 +19,8 @@ PREFIXES = {
 _EMBEDDING = "embed_tokens.weight"
 # First parts of the paths of vision models that are not their decoder's.
 _TOWERS = ("vision_tower", "multi_modal_projector", "visual", "vision_model")
+# Last parts of the paths of parameters, where the files have another.
+_LEAVES = {"kernel": "weight", "embedding": "weight", "scale": "weight", "position_embedding": "embedding"}
 # Buffers of older files, which the config says better.
 _IGNORED = re.compile(r".*\.rotary_emb\.inv_freq$|.*\.masked_bias$|.*\.attn\.bias$")
 
@@ -63,7 +65,7 @@ def source_of(path: str, *, num_layers: int, prefix: str = "model.", outer: str 
     """
     parts = path.split("/")
     leaf = parts[-1]
-    parts[-1] = {"kernel": "weight", "embedding": "weight"}.get(leaf, leaf)
+    parts[-1] = _LEAVES.get(leaf, leaf)
     if parts[0] in _TOWERS:
         # The entries of a list that holds more than matrices.
         name = outer + re.sub(r"\bmlp_(\d)\b", r"mlp.\1", ".".join(parts))

@@ -12,6 +12,7 @@ from smmd_jax.backbones.cache import Cache
 from smmd_jax.backbones.config import DecoderConfig
 from smmd_jax.backbones.decoder import Decoder
 from smmd_jax.backbones.images import PatchedImages, check_image_tokens, pack_images, patches_of, place_features
+from smmd_jax.backbones.mllama_vision import TiledImages
 from smmd_jax.backbones.pixtral import Mistral3Projector, Pixtral
 from smmd_jax.backbones.qwen_vision import QwenVision, grid_positions
 from smmd_jax.backbones.vision import VisionConfig
@@ -36,9 +37,9 @@ class VisionLanguageConfig:
     projector_bias: bool = False
 
     def __post_init__(self):
-        if not 0 <= self.image_token_id < self.text.vocab_size:
+        if not 0 <= self.image_token_id < self.text.num_embeddings:
             raise ValueError(
-                f"image_token_id is {self.image_token_id}, and the vocabulary has {self.text.vocab_size} tokens"
+                f"image_token_id is {self.image_token_id}, and the embedding has {self.text.num_embeddings} tokens"
             )
 
     @property
@@ -62,7 +63,8 @@ class VisionLanguageModel(nnx.Module):
     """Read text and images and predict the next token; what `Decoder` does, with images.
 
     Images come as a dict of arrays by the names of the Hugging Face processors, on the host, or as the
-    `PatchedImages` that `prepare` makes of them, which may enter a jitted function. Text alone needs neither.
+    `PatchedImages` (mllama: `TiledImages`) that `prepare` makes of them, which may enter a jitted function. Text alone
+    needs neither.
     """
 
     config: VisionLanguageConfig
@@ -96,24 +98,23 @@ class VisionLanguageModel(nnx.Module):
         attention_mask: ArrayLike | None = None,
         positions: ArrayLike | None = None,
         segment_ids: ArrayLike | None = None,
-        images: dict | PatchedImages | None = None,
+        images: dict | PatchedImages | TiledImages | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "B T D"]:
         """Return the hidden states after the last norm, what the head reads.
 
         Args:
             input_ids, attention_mask, positions, segment_ids, rngs: as `Decoder.hidden`.
-            images: dict of host arrays by the processors' names, or PatchedImages; None: text alone.
+            images: dict of host arrays by the processors' names, or what `prepare` makes of them; None: text alone.
 
         Raises:
             ValueError: image tokens that are not as many as the features; also as `Decoder.hidden`.
         """
         input_ids, images, positions = self.prepare(input_ids, attention_mask, images, positions)
-        embeddings = None if images is None else self._embeddings(input_ids, attention_mask, images)
+        vision = {} if images is None else self._with_images(input_ids, attention_mask, images)
         return self.language_model.hidden(
-            input_ids, attention_mask=attention_mask, positions=positions, segment_ids=segment_ids,
-            embeddings=embeddings, rngs=rngs,
-        )  # fmt: skip
+            input_ids, attention_mask=attention_mask, positions=positions, segment_ids=segment_ids, rngs=rngs, **vision
+        )
 
     def prefill(
         self,
@@ -121,13 +122,13 @@ class VisionLanguageModel(nnx.Module):
         *,
         attention_mask: ArrayLike | None = None,
         positions: ArrayLike | None = None,
-        images: PatchedImages | None = None,
+        images: PatchedImages | TiledImages | None = None,
         slots: int,
     ) -> tuple[Float[Array, "B T D"], Cache]:
         """Return the hidden states of a prompt and a cache of `slots` slots; see `Decoder.prefill`."""
-        embeddings = None if images is None else self._embeddings(input_ids, attention_mask, images)
+        vision = {} if images is None else self._with_images(input_ids, attention_mask, images)
         return self.language_model.prefill(
-            input_ids, attention_mask=attention_mask, positions=positions, embeddings=embeddings, slots=slots
+            input_ids, attention_mask=attention_mask, positions=positions, slots=slots, **vision
         )
 
     def extend(self, input_ids: Int[Array, "B T"], cache: Cache) -> tuple[Float[Array, "B T D"], Cache]:
@@ -138,9 +139,9 @@ class VisionLanguageModel(nnx.Module):
         self,
         input_ids: Int[ArrayLike, "B T"],
         attention_mask: ArrayLike | None,
-        images: dict | PatchedImages | None,
+        images: dict | PatchedImages | TiledImages | None,
         positions: ArrayLike | None = None,
-    ) -> tuple[Int[Array, "B T"], PatchedImages | None, Array | None]:
+    ) -> tuple[Int[Array, "B T"], PatchedImages | TiledImages | None, ArrayLike | None]:
         """Turn the arrays of a Hugging Face processor into what a jitted function takes, on the host.
 
         Returns:
@@ -172,12 +173,13 @@ class VisionLanguageModel(nnx.Module):
         """Return the features of each block of each image, padding included."""
         raise NotImplementedError
 
-    def _embeddings(self, input_ids, attention_mask, images: PatchedImages) -> Float[Array, "B T D"]:
+    def _with_images(self, input_ids, attention_mask, images: PatchedImages) -> dict[str, Array]:
+        """Return what the decoder takes beside the tokens."""
         embeddings = self.language_model.embed(input_ids, attention_mask=attention_mask)
         features = self.image_features(images)
-        return place_features(
-            embeddings, input_ids, self.config.image_token_id, features.reshape(-1, features.shape[-1]), images.order
-        )
+        features = features.reshape(-1, features.shape[-1])
+        token = self.config.image_token_id
+        return {"embeddings": place_features(embeddings, input_ids, token, features, images.order)}
 
 
 class Mistral3(VisionLanguageModel):
@@ -199,7 +201,7 @@ class Mistral3(VisionLanguageModel):
         self.language_model = Decoder(config.text, **options, **decoder)
 
     def pack(self, images: dict) -> tuple[PatchedImages, Int[np.ndarray, "I 3"]]:
-        pixels, sizes = _arrays(images, "pixel_values", "image_sizes")
+        pixels, sizes = named_arrays(images, "pixel_values", "image_sizes")
         vision = self.config.vision
         if len(pixels) != len(sizes):
             raise ValueError(f"pixel_values hold {len(pixels)} images and image_sizes {len(sizes)}: make them equal")
@@ -230,7 +232,7 @@ class Qwen2_5VL(VisionLanguageModel):
         self.language_model = Decoder(config.text, **options, **decoder)
 
     def pack(self, images: dict) -> tuple[PatchedImages, Int[np.ndarray, "I 3"]]:
-        pixels, grids = _arrays(images, "pixel_values", "image_grid_thw")
+        pixels, grids = named_arrays(images, "pixel_values", "image_grid_thw")
         vision = self.config.vision
         if (grids[:, 0] != 1).any():
             raise ValueError(f"image_grid_thw has {grids[:, 0].max()} frames, wanted 1: only single images are read")
@@ -247,7 +249,8 @@ class Qwen2_5VL(VisionLanguageModel):
         return self.visual(images)
 
 
-def _arrays(images: dict, *names: str) -> list[np.ndarray]:
+def named_arrays(images: dict, *names: str) -> list[np.ndarray]:
+    """Return the arrays of these names, and refuse any other."""
     if set(images) != set(names):
-        raise ValueError(f"images hold {', '.join(sorted(images)) or 'nothing'}, wanted {' and '.join(names)}")
+        raise ValueError(f"images hold {', '.join(sorted(images)) or 'nothing'}, wanted {', '.join(names)}")
     return [np.asarray(images[name]) for name in names]
