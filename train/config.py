@@ -222,19 +222,20 @@ def config_to_json(config: TrainConfig) -> str:
 
 
 def config_from_json(text: str) -> TrainConfig:
-    """Read back what `config_to_json` wrote.
+    """Read back what `config_to_json` wrote; a field that an earlier version did not have yet takes its default.
 
     Raises:
-        UsageError: not an object of exactly the config's fields, or a value out of range.
+        UsageError: not an object of the config's fields, or a value out of range.
     """
     try:
         values = json.loads(text)
     except ValueError as error:
         raise UsageError(f"this is not a config: {error}.") from error
     known = {field.name for field in dataclasses.fields(TrainConfig)}
-    if not isinstance(values, dict) or values.keys() != known:
+    if not isinstance(values, dict) or "task" not in values or not values.keys() <= known:
         keys = set(values) if isinstance(values, dict) else set()
-        raise UsageError(f"this is not a config: missing {sorted(known - keys)}, unknown {sorted(keys - known)}.")
+        missing = "" if "task" in keys else "it has no task; "
+        raise UsageError(f"this is not a config: {missing}unknown fields {sorted(keys - known)}.")
     return TrainConfig(**values)
 
 
@@ -264,6 +265,9 @@ def resume_differences(saved: Mapping[str, Any], config: TrainConfig) -> list[st
     if config.allow_data_change:
         free.add("variant")
     now = json.loads(config_to_json(config))
+    # What an earlier version could not say, it did as the default does.
+    defaults = json.loads(config_to_json(TrainConfig(task=config.task)))
+    saved = {**{name: value for name, value in defaults.items() if name not in saved}, **saved}
     return differences(
         {name: value for name, value in saved.items() if name not in free},
         {name: value for name, value in now.items() if name not in free},
