@@ -10,6 +10,7 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
+import tensorflow_datasets as tfds
 from hypothesis import given
 
 from train.exits import DataError
@@ -289,6 +290,45 @@ def test_a_released_file_with_a_line_too_few_is_refused(released, text):
     (released / "mathematics_dataset-v1.0" / "interpolate" / "arithmetic__mul.txt").write_text(text)
     with pytest.raises(DataError, match="lacks a line"):
         make_source("interpolate", data_dir=str(released), variant="released")
+
+
+class MathDataset(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    """In the shape of TFDS's own: one configuration a module, splits train and test."""
+
+    VERSION = tfds.core.Version("1.0.0")
+    BUILDER_CONFIGS = [tfds.core.BuilderConfig(name="arithmetic__mul"), tfds.core.BuilderConfig(name="algebra__x")]  # noqa: RUF012
+    name = "math_dataset"
+
+    def _info(self):
+        features = tfds.features.FeaturesDict({"question": tfds.features.Text(), "answer": tfds.features.Text()})
+        return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
+
+    def _split_generators(self, dl_manager):
+        return {split: self._generate_examples(start) for split, start in (("train", 0), ("test", 2))}
+
+    def _generate_examples(self, start):
+        for number in range(start, start + 4):
+            yield number, {"question": f"Multiply {number} and 3.", "answer": str(3 * number)}
+
+
+@pytest.mark.parametrize("file_format", ["array_record", "tfrecord"])
+def test_the_copy_of_tfds_is_read_where_it_is_prepared(tmp_path, monkeypatch, file_format):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = lambda split: make_source(split, data_dir=str(tmp_path), variant="released_tfds")
+    for name in ("arithmetic__mul", "algebra__x"):
+        MathDataset(config=name, data_dir=str(tmp_path), file_format="array_record").download_and_prepare()
+    if file_format == "tfrecord":  # writing them takes TensorFlow
+        info = tmp_path / "math_dataset" / "arithmetic__mul" / "1.0.0" / "dataset_info.json"
+        info.write_text(info.read_text().replace("array_record", "tfrecord"))
+        with pytest.raises(DataError, match="cannot be read without TensorFlow"):
+            source("interpolate")
+        return
+    train, interpolate = source("train"), source("interpolate")
+    # Questions 2 and 3 are in the test split too.
+    assert [train[i].prompt + train[i].answer for i in range(2)] == ["Multiply 0 and 3.\n0", "Multiply 1 and 3.\n3"]
+    assert len(train) == 2 and len(interpolate) == 4
+    with pytest.raises(DataError, match="no split extrapolate"):
+        source("extrapolate")
 
 
 def test_missing_released_files_are_explained(tmp_path):

@@ -66,3 +66,11 @@ def test_a_chat_variant_needs_a_chat_template(files):
 def test_long_examples_are_counted_and_refused_never_cut(files):
     with pytest.raises(DataError, match=r"of 5 examples need more than max_length=40 positions"):
         assemble(config("gsm8k", files, max_length=40))
+
+
+@pytest.mark.parametrize(
+    ("variant", "split"), [("all", "longer"), ("small", "extrapolate"), ("simplify_surd", "extrapolate")]
+)
+def test_a_split_of_another_variant_is_a_wrong_flag(files, variant, split):
+    with pytest.raises(UsageError, match="unknown split"):
+        TASKS["arith"].make_source(split, data_dir=str(files), variant=variant)

@@ -1,5 +1,6 @@
 """Numbers in text, exactly: a text that is one number, the last number of a text, and the number after a mark."""
 
+import collections
 import re
 from fractions import Fraction
 
@@ -25,6 +26,8 @@ _WELL_FORMED = re.compile(
 _MINUS = "-\u2212"
 CURRENCY = "$\u20ac\u00a3\u00a5"
 _MARK = "####"
+_PIECE = 2**14
+_RECENT = 64
 # After the mark: blanks, then a sign and a currency in either order, as in -$3 and $-3.
 _AFTER_MARK = re.compile(rf"[ \t]*(?:[{_MINUS}+]?\\?[{CURRENCY}]?|\\?[{CURRENCY}][{_MINUS}+])(?=[0-9]|\.[0-9])")
 
@@ -94,8 +97,14 @@ def last_number(text: str) -> Fraction | None:
       >>> last_number("So the total is $29.00."), last_number("from 5-3"), last_number("70,000 in all")
       (Fraction(29, 1), Fraction(3, 1), Fraction(70000, 1))
     """
-    runs = list(_RUN.finditer(text))
-    return next((value for run in reversed(runs) if (value := _value(text, run)) is not None), None)
+    end = len(text)
+    while end > 0:
+        # Piece by piece from the end, cut at blanks, which no run holds.
+        start = text.rfind(" ", 0, max(end - _PIECE, 0)) + 1
+        if (value := _last_value(text, start, end)) is not None:
+            return value
+        end = start - 1
+    return None
 
 
 def number_after_mark(text: str) -> Fraction | None:
@@ -116,6 +125,16 @@ def number_after_mark(text: str) -> Fraction | None:
 def has_mark(text: str) -> bool:
     """Say whether a text has the ``####`` before an answer."""
     return _MARK in text
+
+
+def _last_value(text: str, start: int, end: int) -> Fraction | None:
+    """The last number of a piece; most runs are numbers, so the last few are tried before all."""
+    recent = collections.deque(_RUN.finditer(text, start, end), maxlen=_RECENT)
+    value = next((value for run in reversed(recent) if (value := _value(text, run)) is not None), None)
+    if value is None and len(recent) == _RECENT:
+        for run in _RUN.finditer(text, start, end):
+            value = found if (found := _value(text, run)) is not None else value
+    return value
 
 
 def _value(text: str, run: re.Match[str]) -> Fraction | None:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import tensorflow_datasets as tfds
 
+from train.exits import UsageError
 from train.tasks.base import Example, Task
 from train.tasks.expressions import GENERATOR_VERSION, Difficulty, evaluate, sample_expression, split_of
 from train.tasks.math_data import MODULE_VARIANTS, SIZES, make_module_source
@@ -134,7 +135,7 @@ class ArithConfig(tfds.core.BuilderConfig):
     @classmethod
     def make(cls, variant: str, *, seed: int = 0, splits: Mapping[str, SplitSpec] | None = None) -> "ArithConfig":
         if variant not in VARIANTS and splits is None:
-            raise ValueError(f"arith: unknown variant {variant!r}; known variants: {', '.join(VARIANTS)}.")
+            raise UsageError(f"arith: unknown variant {variant!r}; known variants: {', '.join(VARIANTS)}.")
         splits = VARIANTS[variant] if splits is None else splits
         parameters = repr((GENERATOR_VERSION, TEMPLATES, sorted(splits.items())))
         digest = hashlib.sha256(parameters.encode()).hexdigest()[:12]
@@ -209,10 +210,10 @@ def make_source(
       examples: other numbers of examples for some splits, e.g. ``{"train": 2000}``.
 
     Raises:
-      ValueError: an unknown split or variant, with the known ones.
+      UsageError: an unknown split or variant, with the known ones.
     """
     if variant not in ALL_VARIANTS:
-        raise ValueError(f"arith: unknown variant {variant!r}; known variants: {', '.join(ALL_VARIANTS)}.")
+        raise UsageError(f"arith: unknown variant {variant!r}; known variants: {', '.join(ALL_VARIANTS)}.")
     options = {"variant": variant, "separator": ANSWER_SEPARATOR, "data_dir": data_dir, "examples": examples}
     if variant in MODULE_VARIANTS:
         return make_module_source(split, seed=seed, **options)
@@ -221,7 +222,7 @@ def make_source(
     splits = dict(VARIANTS[variant])
     for name in (split, *(examples or {})):
         if name not in splits:
-            raise ValueError(f"arith: unknown split {name!r}; known splits: {', '.join(splits)}.")
+            raise UsageError(f"arith: unknown split {name!r}; known splits: {', '.join(splits)}.")
     for name, count in (examples or {}).items():
         splits[name] = dataclasses.replace(splits[name], examples=count)
     return ArithSource(prepare(ArithConfig.make(variant, seed=seed, splits=splits), data_dir=data_dir), split)

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from train.exits import DataError
+from train.exits import DataError, UsageError
 from train.tasks.base import Example, Task
 from train.tasks.prepared import Record, RecordBuilder, RecordConfig, RecordSource, prepare_builder
 from train.tasks.published import PublishedFile, digest, locate
@@ -88,13 +88,13 @@ def make_source(
       prepare_in: folder of prepared data; None is `default_data_dir()`.
 
     Raises:
-      ValueError: an unknown split or variant, with the known ones.
+      UsageError: an unknown split or variant, with the known ones.
       DataError: files that are missing or malformed, or splits that share a question.
     """
     if split not in FILES:
-        raise ValueError(f"gsm8k: unknown split {split!r}; known splits: {', '.join(FILES)}.")
+        raise UsageError(f"gsm8k: unknown split {split!r}; known splits: {', '.join(FILES)}.")
     if variant not in VARIANTS:
-        raise ValueError(f"gsm8k: unknown variant {variant!r}; known variants: {', '.join(VARIANTS)}.")
+        raise UsageError(f"gsm8k: unknown variant {variant!r}; known variants: {', '.join(VARIANTS)}.")
     paths = {name: locate(file, data_dir=data_dir) for name, file in FILES.items()}
     name = "-".join(digest(path)[:12] for path in paths.values())
     questions = {name: (record["question"] for record in read_records(path)) for name, path in paths.items()}

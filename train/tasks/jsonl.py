@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from train.exits import DataError
+from train.exits import DataError, UsageError
 from train.tasks.base import Example, Task
 from train.tasks.json_lines import READER_VERSION, TEST_SHARE, JsonLines, describe
 from train.tasks.prepared import Record, RecordBuilder, RecordConfig, RecordSource, prepare_builder
@@ -65,15 +65,15 @@ def make_source(
       prepare_in: folder of prepared data; None is `default_data_dir()`.
 
     Raises:
-      ValueError: an unknown split or variant, with the known ones, or a limit below 1.
+      UsageError: an unknown split or variant, with the known ones, or a limit below 1.
       DataError: no file, no good line, or too many bad ones, counted by reason with line numbers.
     """
     if split not in SPLITS:
-        raise ValueError(f"jsonl: unknown split {split!r}; known splits: {', '.join(SPLITS)}.")
+        raise UsageError(f"jsonl: unknown split {split!r}; known splits: {', '.join(SPLITS)}.")
     if variant not in VARIANTS:
-        raise ValueError(f"jsonl: unknown variant {variant!r}; known variants: {', '.join(VARIANTS)}.")
+        raise UsageError(f"jsonl: unknown variant {variant!r}; known variants: {', '.join(VARIANTS)}.")
     if limit is not None and limit < 1:
-        raise ValueError(f"jsonl: limit must be at least 1, got {limit}.")
+        raise UsageError(f"jsonl: limit must be at least 1, got {limit}.")
     form, strict = VARIANTS[variant]
     path, is_shared, test = _find(split, data_dir)
     others = [test] if test and split == "train" else []

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
 
+from train.exits import UsageError
 from train.tasks.base import Example
 from train.tasks.expressions import split_of
 from train.tasks.math_answers import solve
@@ -124,14 +125,14 @@ def make_module_source(
       examples: other numbers of examples for some splits.
 
     Raises:
-      ValueError: an unknown split, with the known ones.
+      UsageError: an unknown split, with the known ones.
     """
     sizes = dict(SIZES)
     if not any(MODULES[name].extrapolate for name in MODULE_VARIANTS[variant]):
         del sizes["extrapolate"]
     for name in (split, *(examples or {})):
         if name not in sizes:
-            raise ValueError(f"arith: unknown split {name!r}; known splits: {', '.join(sizes)}.")
+            raise UsageError(f"arith: unknown split {name!r}; known splits: {', '.join(sizes)}.")
     count = (examples or {}).get(split, sizes[split])
     make = partial(
         generate_records, MODULE_VARIANTS[variant], split, examples=count, seed=seed, unique="train" not in split

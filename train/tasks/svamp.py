@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from train.exits import DataError
+from train.exits import DataError, UsageError
 from train.tasks import gsm8k
 from train.tasks.base import Example, Task
 from train.tasks.prepared import Record, RecordBuilder, RecordConfig, RecordSource, prepare_builder
@@ -93,13 +93,13 @@ def make_source(
       prepare_in: folder of prepared data; None is `default_data_dir()`.
 
     Raises:
-      ValueError: an unknown split or variant, with the known ones.
+      UsageError: an unknown split or variant, with the known ones.
       DataError: files that are missing or malformed.
     """
     if split not in SPLITS:
-        raise ValueError(f"svamp: unknown split {split!r}; known splits: {', '.join(SPLITS)}.")
+        raise UsageError(f"svamp: unknown split {split!r}; known splits: {', '.join(SPLITS)}.")
     if variant not in VARIANTS:
-        raise ValueError(f"svamp: unknown variant {variant!r}; known variants: {', '.join(VARIANTS)}.")
+        raise UsageError(f"svamp: unknown variant {variant!r}; known variants: {', '.join(VARIANTS)}.")
     train_variant, add_stop = VARIANTS[variant]
     if split == "train":
         return gsm8k.make_source("train", data_dir=data_dir, variant=train_variant, prepare_in=prepare_in)
