@@ -25,8 +25,8 @@ METRICS_FIELDS = {
     "tokens_per_second", "input_wait", "compile_seconds", "epoch",
 }  # fmt: skip
 EVAL_FIELDS = {
-    "step", "split", "n", "accuracy", "accuracy_low", "accuracy_high", "parse_failures", "pairs", "mae",
-    "median_error", "log_mae", "r2",
+    "step", "split", "n", "accuracy", "accuracy_low", "accuracy_high", "parse_failures",
+    "parse_failure_rate", "pairs", "mae", "median_error", "log_mae", "r2", "time_gap", "time_gap_unwrapped",
 }  # fmt: skip
 PREDICTION_FIELDS = {"key", "prompt", "answer", "prediction", "correct", "parsed", "value", "gold_value"}
 
