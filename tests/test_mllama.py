@@ -13,7 +13,7 @@ from smmd_jax import check_targets, cross_entropy_loss
 from smmd_jax.backbones import Decoder, VisionLanguageConfig, add_lora
 from smmd_jax.backbones.config import DecoderConfig
 from smmd_jax.backbones.mllama import Mllama
-from smmd_jax.backbones.mllama_vision import MllamaVisionConfig
+from smmd_jax.backbones.mllama_vision import MllamaVisionConfig, MllamaVisionLayer
 from smmd_jax.backbones.ports import model_config
 from smmd_jax.errors import CheckpointError
 from train.generate import generate
@@ -140,10 +140,29 @@ def test_patches_attend_to_tiles_that_are_not_there_and_these_only_to_what_is():
     layer = tower.transformer.layers[0]
     states = jax.random.normal(jax.random.key(1), (1, 6, 8))
     real = jnp.array([[True, True, True, True, False, False]])
-    visible = real[:, :, None] | real[:, None, :]
     moved = states.at[0, 5].add(1.0)
-    change = np.abs(layer(states, visible) - layer(moved, visible))[0].max(-1)
+    change = np.abs(layer(states, real, tiles=2) - layer(moved, real, tiles=2))[0].max(-1)
     assert (change[:4] > 0).all() and change[4] == 0 and change[5] > 0
+
+
+def test_scores_are_those_of_one_tile_at_a_time():
+    """Memory of one released layer and its gradient, compiled and never run: 2.6 GB for all scores at once."""
+    config = MllamaVisionConfig(
+        hidden_size=1280, intermediate_size=5120, num_layers=1, num_heads=16, patch_size=14, image_size=560,
+        max_tiles=4, aspect_ratios=8, num_global_layers=0, feature_layers=(),
+    )  # fmt: skip
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: MllamaVisionLayer(
+        config, gated=False, rngs=nnx.Rngs(0), dtype=jnp.float32, param_dtype=jnp.float32)))  # fmt: skip
+
+    @jax.jit
+    @jax.grad
+    def gradient(state, inputs, real):
+        return nnx.merge(graphdef, state)(inputs, real, tiles=4).sum()
+
+    length = 4 * 1608
+    shapes = jax.ShapeDtypeStruct((1, length, 1280), jnp.float32), jax.ShapeDtypeStruct((1, length), bool)
+    memory = gradient.lower(state, *shapes).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 3.5e9 < 2 * 16 * 4 * length**2
 
 
 def test_the_image_token_is_read_and_never_predicted():

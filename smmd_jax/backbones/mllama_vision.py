@@ -88,21 +88,36 @@ def _tanh(gate: nnx.Param, like: Array) -> Array:
 
 
 class MllamaVisionAttention(nnx.Module):
-    """Attention over all tiles of an image; no biases."""
+    """Attention over all tiles of an image; no biases.
+
+    Hidden are only pairs of which both are padding. The queries of one tile after another are taken, and their scores
+    computed again on the way back: those of a whole image are 2.6 GB a layer at the released size.
+    """
 
     def __init__(self, config: VisionConfig, **options):
         width = config.hidden_size
         self.heads = config.num_heads
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (linear(width, width, False, **options) for _ in range(4))
 
-    def __call__(self, inputs: Float[Array, "I L D"], visible: Bool[Array, "I L L"]) -> Float[Array, "I L D"]:
+    def __call__(
+        self, inputs: Float[Array, "I L D"], real: Bool[Array, "I L"], *, tiles: int
+    ) -> Float[Array, "I L D"]:
+        count, length, width = inputs.shape
         queries, keys, values = (
-            jnp.swapaxes(projection(inputs).reshape(*inputs.shape[:2], self.heads, -1), 1, 2)
+            jnp.swapaxes(projection(inputs).reshape(count, length, self.heads, -1), 1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         queries = (queries.astype(jnp.float32) * queries.shape[-1] ** -0.5).astype(values.dtype)
-        mean = attend(queries[:, :, None], keys, values, visible)[:, :, 0]
-        return self.o_proj(jnp.swapaxes(mean, 1, 2).reshape(inputs.shape))
+
+        @jax.checkpoint
+        def of_tile(tile):
+            queries, own = tile
+            visible = own[:, :, None] | real[:, None, :]
+            return attend(queries[:, :, None], keys, values, visible)[:, :, 0]
+
+        by_tile = jnp.moveaxis(queries.reshape(count, self.heads, tiles, length // tiles, -1), 2, 0)
+        means = jax.lax.map(of_tile, (by_tile, jnp.moveaxis(real.reshape(count, tiles, -1), 1, 0)))
+        return self.o_proj(means.transpose(1, 0, 3, 2, 4).reshape(count, length, width))
 
 
 class MllamaVisionMlp(nnx.Module):
@@ -128,11 +143,13 @@ class MllamaVisionLayer(nnx.Module):
         self.mlp = MllamaVisionMlp(config, **options)
         self.gate_attn, self.gate_ffn = (_gate(param_dtype) if gated else None for _ in range(2))
 
-    def __call__(self, inputs: Float[Array, "I L D"], visible: Bool[Array, "I L L"]) -> Float[Array, "I L D"]:
+    def __call__(
+        self, inputs: Float[Array, "I L D"], real: Bool[Array, "I L"], *, tiles: int
+    ) -> Float[Array, "I L D"]:
         def gated(gate: nnx.Param | None, outputs: Array) -> Array:
             return outputs if gate is None else _tanh(gate, outputs) * outputs
 
-        inputs = inputs + gated(self.gate_attn, self.self_attn(self.input_layernorm(inputs), visible))
+        inputs = inputs + gated(self.gate_attn, self.self_attn(self.input_layernorm(inputs), real, tiles=tiles))
         return inputs + gated(self.gate_ffn, self.mlp(self.post_attention_layernorm(inputs)))
 
 
@@ -227,7 +244,6 @@ class MllamaVision(nnx.Module):
         states = jnp.pad(states, ((0, 0), (0, 0), (0, padding), (0, 0)))
         real = aspect_ratio_mask[:, :, None] & (np.arange(length + padding) < length)
         real = real.reshape(count, -1)
-        visible = real[:, :, None] | real[:, None, :]
 
         def by_tile(states: Float[Array, "I L D"]) -> Float[Array, "I M N D"]:
             return states.reshape(count, tiles, length + padding, -1)
@@ -236,11 +252,11 @@ class MllamaVision(nnx.Module):
         for index, layer in enumerate(self.transformer.layers):
             if index in config.feature_layers:
                 between[index] = states
-            states = layer(states, visible)
+            states = layer(states, real, tiles=tiles)
         states = self.post_tile_positional_embedding(by_tile(self.layernorm_post(states)), aspect_ratio_ids)
         states = states.reshape(count, -1, config.hidden_size)
         for layer in self.global_transformer.layers:
-            states = layer(states, visible)
+            states = layer(states, real, tiles=tiles)
         mixed = [jnp.stack([between[index] for index in config.feature_layers], axis=-1)] if between else []
         features = jnp.concatenate([by_tile(states), *map(by_tile, mixed)], axis=-1)
         return features[:, :, :length]
