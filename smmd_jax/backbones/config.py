@@ -1,6 +1,8 @@
 """The fields that tell one decoder family from another."""
 
+import math
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 
 from smmd_jax.backbones.rope import RopeConfig
 
@@ -80,10 +82,21 @@ class DecoderConfig:
     extra_embeddings: int = 0
 
     def __post_init__(self):
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
+                     "head_dim", "max_positions", "query_scale_length", "window", "extra_embeddings"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
+                raise ValueError(f"{name} is {value!r}, wanted a whole number")
+        for name in ("norm_eps", "attention_scale", "embedding_scale"):
+            value = getattr(self, name)
+            if name == "attention_scale" and value is None:
+                continue
+            if not (isinstance(value, Real) and 0.0 < value < math.inf):
+                raise ValueError(f"{name} is {value!r}, wanted a finite number above 0")
         if self.num_kv_heads is None:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
         if self.head_dim is None:
-            if self.hidden_size % self.num_heads:
+            if self.num_heads < 1 or self.hidden_size % self.num_heads:
                 raise ValueError(
                     f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}: give head_dim"
                 )

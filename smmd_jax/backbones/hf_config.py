@@ -1,14 +1,15 @@
 """Between the fields of a Hugging Face config.json, in both of its dialects, and a DecoderConfig."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from smmd_jax.backbones.config import DecoderConfig
+from smmd_jax.backbones.hf_types import check_types
 from smmd_jax.backbones.rope import ROPE_KINDS, RopeConfig
 from smmd_jax.errors import CheckpointError
+from smmd_jax.json_files import read_object
 
 CONFIG_NAME = "config.json"
 QWEN_VL_TEXT = "qwen2_5_vl_text"
@@ -194,10 +195,11 @@ def decoder_config(fields: Mapping[str, Any]) -> DecoderConfig:
         (True, 1000000.0)
     """
     kind = fields.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(f"model_type is {kind!r}, wanted one of {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
     check_not_quantised(fields)
+    check_types(fields)
     missing = [name for name in _REQUIRED if fields.get(name) is None]
     if missing:
         raise CheckpointError(f"the config of model_type {kind} lacks {', '.join(missing)}")
@@ -206,26 +208,28 @@ def decoder_config(fields: Mapping[str, Any]) -> DecoderConfig:
     if activation not in _ACTIVATIONS:
         raise CheckpointError(f"hidden_act is {activation!r}, wanted one of {', '.join(_ACTIVATIONS)}")
     bias = bool(full.get("attention_bias", False)) and family.biases
-    values = dict(
-        model_type=kind,
-        vocab_size=full["vocab_size"],
-        hidden_size=full["hidden_size"],
-        intermediate_size=full["intermediate_size"],
-        num_layers=full["num_hidden_layers"],
-        num_heads=full["num_attention_heads"],
-        num_kv_heads=full.get("num_key_value_heads"),
-        head_dim=full.get("head_dim"),
-        max_positions=full["max_position_embeddings"],
-        norm_eps=full.get("rms_norm_eps", 1e-6),
-        tied=bool(full.get("tie_word_embeddings", False)),
-        activation=_ACTIVATIONS[activation],
-        qkv_bias=bias,
-        output_bias=bias,
-        mlp_bias=bool(full.get("mlp_bias", False)) and family.biases,
-        rope=_rope(_rope_entries(full), full),
-    )
     try:
+        values = dict(
+            model_type=kind,
+            vocab_size=full["vocab_size"],
+            hidden_size=full["hidden_size"],
+            intermediate_size=full["intermediate_size"],
+            num_layers=full["num_hidden_layers"],
+            num_heads=full["num_attention_heads"],
+            num_kv_heads=full.get("num_key_value_heads"),
+            head_dim=full.get("head_dim"),
+            max_positions=full["max_position_embeddings"],
+            norm_eps=full.get("rms_norm_eps", 1e-6),
+            tied=bool(full.get("tie_word_embeddings", False)),
+            activation=_ACTIVATIONS[activation],
+            qkv_bias=bias,
+            output_bias=bias,
+            mlp_bias=bool(full.get("mlp_bias", False)) and family.biases,
+            rope=_rope(_rope_entries(full), full),
+        )
         return DecoderConfig(**{**values, **family.always, **family.layers(full)})
+    except CheckpointError:
+        raise
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"the config of model_type {kind} does not describe a decoder: {error}") from error
 
@@ -249,14 +253,14 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """
     path = Path(folder) / CONFIG_NAME
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = read_object(path)
     except OSError as error:
-        reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+        reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
         raise CheckpointError(f"{path} {reason}: wanted the folder of a Hugging Face checkpoint") from error
     except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise CheckpointError(f"{path} holds a {type(fields).__name__}, wanted an object")
+        raise CheckpointError(f"{path} is not the config of a model: {error}") from error
+    if not isinstance(fields.get("model_type"), str | None):
+        raise CheckpointError(f"{path} has model_type {fields['model_type']!r}, wanted a text")
     return fields
 
 
@@ -292,6 +296,8 @@ def _rope(entries: Mapping[str, Any], fields: Mapping[str, Any]) -> RopeConfig:
         return RopeConfig(theta=float(entries["rope_theta"]), sections=tuple(sections))
     if kind == "default":
         return RopeConfig(theta=float(entries["rope_theta"]))
+    if entries.get("factor") is None:
+        raise CheckpointError(f"rope_type is {kind!r} and factor is missing: how many times longer the context became")
     given = {ours: entries[theirs] for theirs, ours in _ROPE_FIELDS.items() if entries.get(theirs) is not None}
     if kind == "linear":
         given.pop("original_max_positions", None)

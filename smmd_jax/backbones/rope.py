@@ -27,8 +27,8 @@ class RopeConfig:
         sections: how many pairs turn by the time, row and column of a token (qwen2_5_vl); None: all by one position.
 
     Raises:
-        ValueError: an unknown kind, sections that are not three counts, or a scaled kind whose factor or original
-            length is missing.
+        ValueError: an unknown kind, sections that are not three counts, a scaled kind whose original length is
+            missing, or numbers that make no frequencies; the message names the field.
 
     References:
         J. Su et al., RoFormer, 2021, eq. 15; B. Peng et al., YaRN, 2023, section 3; A. Dubey et al., The Llama 3 Herd
@@ -54,8 +54,22 @@ class RopeConfig:
             raise ValueError(f"rope kind {self.kind!r} is unknown, wanted one of {', '.join(ROPE_KINDS)}")
         if self.kind in ("llama3", "yarn") and self.original_max_positions is None:
             raise ValueError(f"rope kind {self.kind!r} needs original_max_positions, the context before the scaling")
-        if self.factor < 1.0:
-            raise ValueError(f"rope factor is {self.factor}, wanted at least 1")
+        if not 1.0 <= self.factor < math.inf:
+            raise ValueError(f"rope factor is {self.factor}, wanted a finite number of at least 1")
+        if not 1.0 < self.theta < math.inf:
+            raise ValueError(f"rope theta is {self.theta}, wanted a finite number above 1: it is the base of powers")
+        if self.original_max_positions is not None and self.original_max_positions < 1:
+            raise ValueError(f"rope original_max_positions is {self.original_max_positions}, wanted at least 1")
+        if self.kind == "llama3" and not 0.0 < self.low_freq_factor < self.high_freq_factor < math.inf:
+            raise ValueError(
+                f"rope low_freq_factor is {self.low_freq_factor} and high_freq_factor {self.high_freq_factor}: wanted "
+                "the first above 0 and below the second"
+            )
+        if self.kind == "yarn" and not 0.0 < self.beta_slow <= self.beta_fast < math.inf:
+            raise ValueError(
+                f"rope beta_slow is {self.beta_slow} and beta_fast {self.beta_fast}: wanted the first above 0 and not "
+                "above the second"
+            )
         if self.sections is not None and (len(self.sections) != 3 or min(self.sections) < 0):
             raise ValueError(f"rope sections are {self.sections}, wanted three counts of pairs: time, row, column")
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from smmd_jax.errors import CheckpointError
+from smmd_jax.json_files import read_object
 
 SINGLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 _PLAIN_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
@@ -99,13 +101,14 @@ def open_folder(folder: str | Path) -> TensorFiles:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        weight_map = content["weight_map"]
-        plain = isinstance(weight_map, dict) and weight_map and {type(file) for file in weight_map.values()} == {str}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is not an index of shards: {error!r}") from error
-    if not plain:
+        content = read_object(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not an index of shards: {error}") from error
+    weight_map = content.get("weight_map")
+    if not (isinstance(weight_map, dict) and weight_map and {type(file) for file in weight_map.values()} == {str}):
         raise CheckpointError(f"{path} is not an index of shards: weight_map must name a file for every tensor")
+    if not isinstance(content.get("metadata", {}), dict):
+        raise CheckpointError(f"{path} is not an index of shards: metadata is no object")
     for file in weight_map.values():
         # A name such as ../../secret or /etc/passwd would read outside the folder.
         if Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
@@ -115,7 +118,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 def _read_header(folder: Path, file: str) -> dict[str, Tensor]:
     path = folder / file
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike Path.is_file it takes a name that no file can have
         raise CheckpointError(f"{path} does not exist, and the index names it: the download is not complete")
     tensors, odd = {}, {}
     try:

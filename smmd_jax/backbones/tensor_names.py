@@ -66,7 +66,7 @@ def source_of(path: str, *, num_layers: int, prefix: str = "model.", outer: str 
     parts = path.split("/")
     leaf = parts[-1]
     parts[-1] = _LEAVES.get(leaf, leaf)
-    if parts[0] in _TOWERS:
+    if _in_tower(path):
         # The entries of a list that holds more than matrices.
         name = outer + re.sub(r"\bmlp_(\d)\b", r"mlp.\1", ".".join(parts))
         return Source(names=(name,), stacked=False, transposed=leaf == "kernel")
@@ -110,7 +110,7 @@ def match_tensors(
         for name in source.names:
             if name not in tensors:
                 missing.append(name)
-            elif _flattened(tensors[name], source) != wanted:
+            elif (_flattened(tensors[name], source) if _in_tower(path) else tuple(tensors[name])) != wanted:
                 misshapen.append(f"{name} is {list(tensors[name])}, wanted {list(wanted)}")
     used = {name for source in sources.values() for name in source.names}
     if tied:
@@ -124,6 +124,10 @@ def match_tensors(
     if faults:
         raise CheckpointError("the checkpoint does not hold the tensors of its config.\n  " + "\n  ".join(faults))
     return sources
+
+
+def _in_tower(path: str) -> bool:
+    return path.split("/")[0] in _TOWERS
 
 
 def _flattened(shape: Sequence[int], source: Source) -> tuple[int, ...]:
