@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from numbers import Integral, Real
 
 import jax
 import jax.numpy as jnp
@@ -46,9 +47,10 @@ def generate(
         int32 [B, max_new_tokens].
 
     Raises:
-        ValueError, TypeError: arrays that are not [B, T] integers, a prompt row without a real token, max_new_tokens
-            below 1, more tokens than the model has positions, a temperature that is negative or not finite, a
-            temperature without a key or a key without a temperature.
+        ValueError, TypeError: arrays that are not [B, T] integers, no row or one without a real token, ids that the
+            model does not read (prompts) or write (eos_ids), max_new_tokens below 1, more tokens than the model has
+            positions, a temperature that is negative or not finite, a temperature without a key or a key without a
+            temperature.
 
     Example:
         >>> from smmd_jax.backbones import PRESETS, Decoder
@@ -64,6 +66,7 @@ def generate(
         input_ids, images, positions = model.prepare(input_ids, attention_mask, images)
         vision = {"images": images} | ({} if positions is None else {"positions": jnp.asarray(positions)})
     _check_sampling(temperature, key)
+    _check_ends(model, eos_ids, pad_id)
     graphdef, state = nnx.split(model)
     return _generate(
         graphdef,
@@ -89,11 +92,20 @@ def _check(model, input_ids, attention_mask, max_new_tokens, images):
         )
     if not (np.issubdtype(attention_mask.dtype, np.integer) or attention_mask.dtype == bool):
         raise TypeError(f"attention_mask is {attention_mask.dtype}, wanted integers or booleans, one per token")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}, wanted at least 1")
+    if not _is_whole(max_new_tokens) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens!r}, wanted at least 1, a whole number")
+    if not len(input_ids):
+        raise ValueError("input_ids holds no row: give at least one prompt")
     empty = np.flatnonzero(~(attention_mask != 0).any(axis=1))
     if empty.size:
         raise ValueError(f"prompt rows {empty.tolist()} hold no real token: give each at least one, or leave them out")
+    known = getattr(model.config, "text", model.config).num_embeddings
+    outside = np.unique(input_ids[(attention_mask != 0) & ((input_ids < 0) | (input_ids >= known))])
+    if outside.size:
+        raise ValueError(
+            f"the prompts hold token ids {outside[:5].tolist()}, and the model reads 0 to {known - 1}: encode them "
+            "with the model's own tokenizer"
+        )
     length = input_ids.shape[1]
     if length + max_new_tokens > model.config.max_positions:
         raise ValueError(
@@ -103,12 +115,28 @@ def _check(model, input_ids, attention_mask, max_new_tokens, images):
 
 
 def _check_sampling(temperature, key):
-    if not (np.isscalar(temperature) and np.isfinite(temperature) and temperature >= 0):
-        raise ValueError(f"temperature is {temperature}, wanted a finite number of at least 0")
+    is_number = isinstance(temperature, Real) and not isinstance(temperature, bool)
+    if not (is_number and np.isfinite(temperature) and temperature >= 0):
+        raise ValueError(f"temperature is {temperature!r}, wanted a finite number of at least 0")
     if temperature > 0 and key is None:
         raise ValueError(f"temperature is {temperature} and no key was given: pass key=jax.random.key(seed)")
+    if key is not None and not isinstance(key, jax.Array):
+        raise TypeError(f"key is {key!r}, wanted a key of jax.random: pass key=jax.random.key(seed)")
     if temperature == 0 and key is not None:
         raise ValueError("got a key with temperature 0, which draws nothing: leave it out, or give a temperature")
+
+
+def _check_ends(model, eos_ids, pad_id):
+    width = getattr(model.config, "text", model.config).vocab_size
+    for token in np.ravel(np.asarray(eos_ids, object)):
+        if not _is_whole(token) or not 0 <= token < width:
+            raise ValueError(f"eos_ids holds {token!r}, and the model writes tokens 0 to {width - 1}: it never ends so")
+    if not _is_whole(pad_id) or not -(2**31) <= pad_id < 2**31:
+        raise ValueError(f"pad_id is {pad_id!r}, wanted a whole number of 32 bits")
+
+
+def _is_whole(value):
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="max_new_tokens")
