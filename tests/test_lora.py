@@ -142,7 +142,14 @@ def test_adapters_are_split_where_their_matrix_is(scan_layers):
     [
         (dict(targets=("q_proj", "head")), "named 'head'; known: " + ", ".join(LORA_TARGETS)),
         (dict(targets=()), "none given"),
+        (dict(targets="lm_head"), "named 'lm_head'; known"),
         (dict(rank=0), "rank of the adapters is 0"),
+        (dict(rank=1.5), "rank of the adapters is 1.5, wanted at least 1, a whole number"),
+        (dict(rank="4"), "rank of the adapters is '4'"),
+        (dict(rank=True), "rank of the adapters is True"),
+        (dict(alpha=float("nan")), "alpha of the adapters is nan"),
+        (dict(alpha=float("inf")), "alpha of the adapters is inf"),
+        (dict(alpha="4"), "alpha of the adapters is '4'"),
         (dict(alpha=0.0), "alpha of the adapters is 0.0"),
     ],
 )

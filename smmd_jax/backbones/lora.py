@@ -1,6 +1,8 @@
 """Low-rank adapters: a small trained correction beside each frozen matrix of the layers."""
 
+import math
 from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import jax
@@ -47,12 +49,12 @@ def lora_scale(rank: int, alpha: float | None = None) -> float:
     """Return alpha / rank, the factor on the correction; alpha None means 2 * rank.
 
     Raises:
-        ValueError: rank below 1, or alpha that is not positive.
+        ValueError: a rank that is not a whole number from 1 on, or an alpha that is not positive and finite.
     """
-    if rank < 1:
-        raise ValueError(f"the rank of the adapters is {rank}, wanted at least 1")
-    if alpha is not None and alpha <= 0:
-        raise ValueError(f"the alpha of the adapters is {alpha}, wanted more than 0: at 0 they do nothing")
+    if isinstance(rank, bool) or not isinstance(rank, Integral) or rank < 1:
+        raise ValueError(f"the rank of the adapters is {rank!r}, wanted at least 1, a whole number")
+    if alpha is not None and not (isinstance(alpha, Real) and 0 < alpha < math.inf):
+        raise ValueError(f"the alpha of the adapters is {alpha!r}, wanted more than 0 and finite: at 0 they do nothing")
     return 2.0 if alpha is None else alpha / rank
 
 
@@ -61,7 +63,7 @@ def add_lora(
     *,
     rank: int,
     alpha: float | None = None,
-    targets: Sequence[str] = LORA_TARGETS,
+    targets: str | Sequence[str] = LORA_TARGETS,
     rngs: nnx.Rngs,
     param_dtype=jnp.float32,
 ) -> nnx.Module:
@@ -74,7 +76,7 @@ def add_lora(
         model: a Decoder without adapters.
         rank: r, the width between A and B.
         alpha: factor alpha / r on the correction; None: 2 * rank.
-        targets: names of LORA_TARGETS.
+        targets: names of LORA_TARGETS, or one of them.
         rngs: draws A.
         param_dtype: of the adapters.
 
@@ -94,6 +96,7 @@ def add_lora(
         E. Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021, section 4.1.
     """
     scale = lora_scale(rank, alpha)
+    targets = [targets] if isinstance(targets, str) else targets
     unknown = [name for name in targets if name not in LORA_TARGETS]
     if unknown or not targets:
         raise ValueError(
