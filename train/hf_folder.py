@@ -1,15 +1,12 @@
 """A run's checkpoint as a Hugging Face folder, merged or as adapters, and the proof that it computes the same."""
 
 import dataclasses
-import math
 import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -19,7 +16,6 @@ from smmd_jax.backbones import (
     add_lora,
     join_parameters,
     load_pretrained,
-    lora_scale,
     merge_lora,
     split_trainable,
 )
@@ -28,37 +24,17 @@ from smmd_jax.backbones.safetensors_files import open_folder
 from smmd_jax.backbones.tensor_names import find_prefix
 from smmd_jax.backbones.weights import save_parameters
 from train.backbone import Backbone, make_backbone
-from train.checkpoint import Checkpoints
-from train.config import TrainConfig, config_from_json, parse_mesh
 from train.exits import ExportError, StorageError, UsageError
 from train.hub import is_hub_name
-from train.parameters import check_frozen, make_parameters
-from train.partition import make_mesh
 from train.prompts import make_prompt_batches
 from train.tasks import TASKS
+from train.trained import Trained, read_run_config, restore_trained
 
 # Largest difference of a logit that --verify lets pass, by the dtype written. In float32 only the order of sums
 # differs; rounding SmolLM2-135M to float16 or bfloat16 moves a logit by at most 0.03 or 0.16.
 TOLERANCES = {"float32": 1e-3, "float16": 1e-1, "bfloat16": 5e-1}
 _VERIFIED_PROMPTS = 8
 _TOKENIZER_FILES = ("tokenizer*", "tekken.json", "chat_template*", "special_tokens_map.json", "added_tokens.json")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Trained:
-    """The model of a run's checkpoint.
-
-    Attributes:
-      step: of the checkpoint.
-      parameters: trained and frozen ones, adapters apart from what they correct.
-      scale: of the adapters; None: all parameters were trained.
-    """
-
-    config: TrainConfig
-    backbone: Backbone
-    step: int
-    parameters: dict
-    scale: float | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,13 +81,13 @@ def export(
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"out={out} is not an empty folder: nothing is overwritten, choose another.")
-    config = _read_config(Path(workdir))
+    config = read_run_config(Path(workdir))
     if adapter and not config.lora_rank:
         raise UsageError(f"{workdir} trained all parameters (lora_rank=0): there is no adapter, export it without.")
     backbone = make_backbone(config)
     if adapter and backbone.folder is None:
         raise UsageError(f"the adapters belong to backbone={config.backbone}, which is no folder: export them merged.")
-    trained = _restore(Path(workdir), config, backbone, step)
+    trained = restore_trained(Path(workdir), config, backbone, step, widen=True)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
@@ -168,35 +144,6 @@ def compare_logits(left: nnx.Module, right: nnx.Module, trained: Trained, *, tol
 def _log_sum_exp(values: np.ndarray) -> np.ndarray:
     highest = values.max(axis=-1, keepdims=True)
     return np.log(np.exp(values - highest).sum(axis=-1, keepdims=True)) + highest
-
-
-def _read_config(workdir: Path) -> TrainConfig:
-    path = workdir / "config.json"
-    try:
-        return config_from_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"workdir={workdir} is not the folder of a run: {path} cannot be read ({error}).") from error
-    except UsageError as error:
-        raise UsageError(f"{path}: {error}") from error
-
-
-def _restore(workdir: Path, config: TrainConfig, backbone: Backbone, step: int | None) -> Trained:
-    sizes = parse_mesh(config.mesh)
-    # The run's mesh where this machine has one; the values do not depend on it.
-    mesh = make_mesh(sizes if math.prod(sizes.values()) <= jax.device_count() else {})
-    parameters = make_parameters(config, backbone, mesh)
-    folder = workdir / "checkpoints"
-    with Checkpoints(folder, writer=False) as checkpoints:
-        restored = checkpoints.restore({"parameters": parameters.trainable_like}, step=step, partial=True)
-    if restored is None:
-        asked = "a checkpoint" if step is None else f"step {step}"
-        raise UsageError(f"{folder} does not hold {asked}: train first, or name another --step or --workdir.")
-    check_frozen(restored.data.get("frozen"), parameters.fingerprint, config.backbone)
-    scale = lora_scale(config.lora_rank, config.lora_alpha) if config.lora_rank else None
-    # Adapters are merged into float32: a sum in the narrow dtype of the frozen weights would lose most of them.
-    frozen = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), parameters.make_frozen())
-    joined = join_parameters(restored.state["parameters"], frozen)
-    return Trained(config=config, backbone=backbone, step=restored.step, parameters=joined, scale=scale)
 
 
 def _write_merged(trained: Trained, folder: Path) -> None:
