@@ -179,6 +179,17 @@ def test_draws_repeat_by_key_and_do_not_depend_on_later_rows():
     np.testing.assert_array_equal(cold, generate(model, **padded(PROMPTS, "left", width=9), max_new_tokens=NEW))
 
 
+def test_with_a_key_for_each_row_a_draw_does_not_depend_on_its_place():
+    model, keys = make_decoder("qwen2"), jax.random.split(jax.random.key(5), len(PROMPTS))
+    draw = lambda rows, keys: np.asarray(
+        generate(model, **padded(rows, "left", width=9), max_new_tokens=NEW, temperature=1.0, key=keys)
+    )
+    np.testing.assert_array_equal(draw(PROMPTS[::-1], keys[::-1])[::-1], draw(PROMPTS, keys))
+    assert (draw(PROMPTS, keys[::-1]) != draw(PROMPTS, keys)).any()
+    with pytest.raises(ValueError, match=r"got keys of shape \[2\] for"):
+        draw(PROMPTS, keys[:2])
+
+
 @pytest.mark.parametrize(
     "options, words",
     [

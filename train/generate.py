@@ -41,7 +41,8 @@ def generate(
         images: for the vision families.
         pad_id: what follows the EOS.
         temperature: 0 is greedy, 1 samples from the model's own distribution.
-        key: of jax.random; needed with a temperature, row i draws with `fold_in(key, i)`.
+        key: of jax.random; needed with a temperature: one, from which row i draws with `fold_in(key, i)`, or [B] keys,
+            one for each row, with which a row's draws do not depend on its place in the batch.
 
     Returns:
         int32 [B, max_new_tokens].
@@ -50,7 +51,7 @@ def generate(
         ValueError, TypeError: arrays that are not [B, T] integers, no row or one without a real token, ids that the
             model does not read (prompts) or write (eos_ids), max_new_tokens below 1, more tokens than the model has
             positions, a temperature that is negative or not finite, a temperature without a key or a key without a
-            temperature.
+            temperature, or another number of keys than rows.
 
     Example:
         >>> from smmd_jax.backbones import PRESETS, Decoder
@@ -65,7 +66,7 @@ def generate(
     if images is not None:
         input_ids, images, positions = model.prepare(input_ids, attention_mask, images)
         vision = {"images": images} | ({} if positions is None else {"positions": jnp.asarray(positions)})
-    _check_sampling(temperature, key)
+    keys = _row_keys(temperature, key, rows=len(input_ids))
     _check_ends(model, eos_ids, pad_id)
     graphdef, state = nnx.split(model)
     return _generate(
@@ -75,7 +76,7 @@ def generate(
         jnp.asarray(attention_mask != 0),
         jnp.asarray(eos_ids, jnp.int32).reshape(-1),
         jnp.int32(pad_id),
-        None if key is None else (key, jnp.float32(temperature)),
+        None if keys is None else (keys, jnp.float32(temperature)),
         vision,
         max_new_tokens=max_new_tokens,
     )
@@ -114,7 +115,7 @@ def _check(model, input_ids, attention_mask, max_new_tokens, images):
         )
 
 
-def _check_sampling(temperature, key):
+def _row_keys(temperature, key, *, rows):
     is_number = isinstance(temperature, Real) and not isinstance(temperature, bool)
     if not (is_number and np.isfinite(temperature) and temperature >= 0):
         raise ValueError(f"temperature is {temperature!r}, wanted a finite number of at least 0")
@@ -124,6 +125,13 @@ def _check_sampling(temperature, key):
         raise TypeError(f"key is {key!r}, wanted a key of jax.random: pass key=jax.random.key(seed)")
     if temperature == 0 and key is not None:
         raise ValueError("got a key with temperature 0, which draws nothing: leave it out, or give a temperature")
+    if key is None:
+        return None
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):  # jax.random.PRNGKey gives bare numbers
+        key = jax.random.wrap_key_data(key)
+    if key.shape not in ((), (rows,)):
+        raise ValueError(f"got keys of shape {list(key.shape)} for {rows} rows: pass one key, or one for each row")
+    return key if key.ndim else jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(rows))
 
 
 def _check_ends(model, eos_ids, pad_id):
@@ -166,9 +174,9 @@ def _generate(graphdef, state, input_ids, real, eos_ids, pad_id, sampling, visio
 
 def _choose(logits, sampling, step):
     if sampling is not None:
-        key, temperature = sampling
-        noise = lambda row: jax.random.gumbel(jax.random.fold_in(jax.random.fold_in(key, row), step), logits.shape[1:])
-        logits = logits / temperature + jax.vmap(noise)(jnp.arange(logits.shape[0]))
+        keys, temperature = sampling
+        noise = lambda key: jax.random.gumbel(jax.random.fold_in(key, step), logits.shape[1:])
+        logits = logits / temperature + jax.vmap(noise)(keys)
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
