@@ -6,6 +6,7 @@ numeric.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from jaxtyping import Float
 
 # Rounding of float32 probabilities may lift a sum of N of them over one by this much.
 _SLACK = 1e-3
+CALIBRATION_BINS = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,18 +55,42 @@ def measure_distributions(probabilities: Any, targets: Any, values: Any) -> Dist
       >>> round(metrics.nll, 4), metrics.numeric_mass, round(metrics.expected_distance, 4), round(metrics.crps, 4)
       (0.6931, 0.75, 0.3333, 0.1111)
     """
-    p, t, v = _checked(probabilities, targets, values)
-    if not len(p):
-        return DistributionMetrics(
-            n=0, nll=None, numeric_mass=None, expected_distance=None, crps=None, calibration_error=None
-        )
+    return measure_parts([(probabilities, targets)], values)
+
+
+def measure_parts(parts: Iterable[tuple[Any, Any]], values: Any) -> DistributionMetrics:
+    """Measure predicted distributions that come in parts, so that only one part is in memory at a time.
+
+    Args:
+      parts: (probabilities [n, N], targets [n]) pairs, as for `measure_distributions`.
+      values: [N], in any order.
+
+    Raises:
+      ValueError: as in `measure_distributions`.
+
+    Example:
+      >>> parts = [([[0.5, 0.5]], [0]), ([[0.25, 0.75]], [0])]
+      >>> measure_parts(parts, [0.0, 1.0]).expected_distance
+      0.625
+    """
+    # One row each: negative log-likelihood, mass, distance, CRPS, confidence, hit.
+    columns = [np.zeros((6, 0))]
+    for probabilities, targets in parts:
+        p, t, v = _checked(probabilities, targets, values)
+        if not len(p):
+            continue
+        scores = (negative_log_likelihood(p, t), p.sum(1), expected_distance(p, t, v), crps(p, t, v))
+        columns.append(np.stack([*scores, *_confidence(p, t)]))
+    table = np.concatenate(columns, axis=1)
+    n = table.shape[1]
+    means = [float(row.mean()) for row in table[:4]] if n else [None] * 4
     return DistributionMetrics(
-        n=len(p),
-        nll=float(negative_log_likelihood(p, t).mean()),
-        numeric_mass=float(p.sum(1).mean()),
-        expected_distance=float(expected_distance(p, t, v).mean()),
-        crps=float(crps(p, t, v).mean()),
-        calibration_error=calibration_error(p, t),
+        n=n,
+        nll=means[0],
+        numeric_mass=means[1],
+        expected_distance=means[2],
+        crps=means[3],
+        calibration_error=_binned_gap(*table[4:], bins=CALIBRATION_BINS) if n else None,
     )
 
 
@@ -111,7 +137,7 @@ def crps(probabilities: Any, targets: Any, values: Any) -> Float[np.ndarray, "n"
     return ((below - reached) ** 2 * np.diff(ascending)).sum(1)
 
 
-def calibration_error(probabilities: Any, targets: Any, *, bins: int = 10) -> float | None:
+def calibration_error(probabilities: Any, targets: Any, *, bins: int = CALIBRATION_BINS) -> float | None:
     """Give the expected calibration error of the most likely numeric token; None without targets.
 
         c = max_i q_i,    error = sum over bins of c: share of the bin |mean c - share of hits|, with equally wide bins
@@ -131,11 +157,17 @@ def calibration_error(probabilities: Any, targets: Any, *, bins: int = 10) -> fl
     p, t, _ = _checked(probabilities, targets)
     if not len(p):
         return None
-    confidence = _given_numeric(p).max(1)
-    hit = p.argmax(1) == t
+    return _binned_gap(*_confidence(p, t), bins=bins)
+
+
+def _confidence(p: np.ndarray, t: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return _given_numeric(p).max(1), p.argmax(1) == t
+
+
+def _binned_gap(confidence: np.ndarray, hit: np.ndarray, *, bins: int) -> float:
     bin_of = np.minimum((confidence * bins).astype(int), bins - 1)
     gaps = np.bincount(bin_of, weights=confidence, minlength=bins) - np.bincount(bin_of, weights=hit, minlength=bins)
-    return float(np.abs(gaps).sum() / len(p))
+    return float(np.abs(gaps).sum() / len(confidence))
 
 
 def _given_numeric(p: np.ndarray) -> np.ndarray:

@@ -32,8 +32,8 @@ def make_prompt_batches(
 ) -> list[PromptBatch]:
     """Encode the prompts of a source's first examples for generation.
 
-    Widths are 16, 32, 64, ...: a prompt goes to the smallest that holds it, so few shapes are compiled, and only the
-    last batch of a width has spare rows.
+    Widths are 16, 32, 64, ... and `max_length`: a prompt goes to the smallest that holds it, so few shapes are
+    compiled, and only the last batch of a width has spare rows.
 
     Args:
       source: random access to examples.
@@ -61,6 +61,7 @@ def make_prompt_batches(
         if not ids or (max_length is not None and len(ids) > max_length):
             raise DataError(f"Example {example.key} has a prompt of {len(ids)} tokens; 1 to {max_length} are possible.")
         width = max(_SMALLEST_WIDTH, 1 << (len(ids) - 1).bit_length())
+        width = width if max_length is None else min(width, max_length)
         by_width.setdefault(width, []).append((example, ids))
     return [
         _prompt_batch(pairs[first : first + batch_size], batch_size, width, tokenizer.pad_id)

@@ -10,6 +10,15 @@ from typing import Any
 from train.log import EVALS, METRICS, PREDICTIONS, read_jsonl
 
 Row = Mapping[str, Any]
+_ERRORS = {"median error": "median_error", "log MAE": "log_mae", "R2": "r2"}
+_GAPS = {"time gap": "time_gap", "without wrap": "time_gap_unwrapped"}
+_DISTRIBUTION = {
+    "  NLL": "nll",
+    "  mass on numbers": "numeric_mass",
+    "  expected distance": "expected_distance",
+    "  CRPS": "crps",
+    "  calibration error": "calibration_error",
+}
 _MOVING = 12  # logged steps on each side that the thick line of a loss plot averages over
 
 
@@ -155,6 +164,31 @@ def closing_table(metrics: Sequence[Row], evals: Sequence[Row]) -> str:
         speed = f"; median {statistics.median(speeds):,.0f} tokens/s" if speeds else ""
         lines += ["", f"last logged step {last['step']}: {losses}{speed}"]
     return "\n".join(lines)
+
+
+def evaluation_table(summary: Row) -> str:
+    """Return the table of one evaluation: what was scored, then every metric with its number of pairs and failures.
+
+    Args:
+        summary: "inputs", "metrics" as `train.metrics.Metrics`, "distribution" as `DistributionMetrics` or None.
+    """
+    inputs, metrics = summary["inputs"], summary["metrics"]
+    percent = lambda name: f"{100 * metrics[name]:.2f} %" if _is_number(metrics.get(name)) else "-"
+    lines = [
+        *((name, _printable(value, 80)) for name, value in inputs.items()),
+        ("accuracy", f"{percent('accuracy')} of {metrics['n']:,} predictions"),
+        ("95 % interval", f"{percent('accuracy_low')} to {percent('accuracy_high')}"),
+        ("parse failures", f"{metrics['parse_failures']:,} ({percent('parse_failure_rate')}) state no number"),
+        ("MAE", f"{_cell(metrics.get('mae'))} over {metrics['pairs']:,} pairs of numbers"),
+        *((label, _cell(metrics.get(name))) for label, name in _ERRORS.items()),
+    ]
+    if _is_number(metrics.get("time_gap")):
+        lines += [(label, f"{_cell(metrics.get(name))} minutes") for label, name in _GAPS.items()]
+    if (distribution := summary.get("distribution")) is not None:
+        lines += [("numeric targets", f"{distribution['n']:,} tokens of gold answers")]
+        lines += [(label, _cell(distribution.get(name))) for label, name in _DISTRIBUTION.items()]
+    width = max(len(label) for label, _ in lines)
+    return "\n".join(f"{label:<{width}}  {text}" for label, text in lines)
 
 
 def _figure(x_label: str, y_label: str) -> tuple[Any, Any]:

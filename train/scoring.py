@@ -46,9 +46,14 @@ def answer_prompts(
         )
         # Rows past the examples only fill the shape.
         for example, row in zip(batch.examples, tokens[: len(batch.examples)].tolist(), strict=True):
-            end = next((place for place, token in enumerate(row) if token in tokenizer.eos_ids), len(row))
-            answers.append((example, tokenizer.decode(row[:end])))
+            answers.append((example, answer_text(tokenizer, row)))
     return answers
+
+
+def answer_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """Decode a generated answer up to the first token that ends it."""
+    end = next((place for place, token in enumerate(tokens) if token in tokenizer.eos_ids), len(tokens))
+    return tokenizer.decode(tokens[:end])
 
 
 def grade_answers(answers: Sequence[tuple[Any, str]], grader: str) -> Scored:
