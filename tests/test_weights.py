@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from smmd_jax.backbones import load_pretrained, save_pretrained
@@ -359,3 +360,54 @@ def _shapes_of(config):
         shapes |= {of + "self_attn.o_proj.weight": (d, h), of + "mlp.down_proj.weight": (d, f)}
         shapes |= {f"{of}mlp.{name}_proj.weight": (f, d) for name in ("gate", "up")}
     return shapes
+
+
+@pytest.mark.parametrize("name", ["dtype", "param_dtype"])
+@pytest.mark.parametrize(
+    "kind", ["bf16", "int32", jnp.int8, bool, complex, "float64", ml_dtypes.float8_e4m3fn, []], ids=str
+)
+def test_a_dtype_that_no_model_computes_in_is_refused(name, kind, tmp_path):
+    with pytest.raises(TypeError, match=rf"{name} is .*, wanted one of float32, bfloat16, float16"):
+        load_pretrained(tmp_path / "not looked at yet", **{name: kind})
+
+
+def test_dtypes_may_be_names_and_a_mesh_may_not(tmp_path):
+    source = save_source(tmp_path / "source")
+    tokens = jnp.ones((1, 3), int)
+    for kind in ("bfloat16", np.float16):
+        assert load_pretrained(source, dtype=kind).hidden(tokens).dtype == jnp.dtype(kind)
+    with pytest.raises(TypeError, match=r"mesh is 'data:2', wanted a jax.sharding.Mesh"):
+        load_pretrained(source, mesh="data:2")
+
+
+def test_float64_in_a_file_becomes_float32_without_a_warning(tmp_path, recwarn):
+    source = save_source(tmp_path / "source")
+    edit(source, lambda tensors: tensors.update({name: t.astype(np.float64) for name, t in tensors.items()}))
+    found = {leaf.dtype for leaf in jax.tree.leaves(parameters_of(load_pretrained(source)))}
+    assert found == {jnp.dtype("float32")} and not recwarn.list
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(metadata=[1]), "metadata is no object"),
+        (dict(weight_map={"norm.weight": "a" * 5000 + ".safetensors"}), "does not exist, and the index names it"),
+        (dict(weight_map=None), "weight_map must name a file for every tensor"),
+    ],
+)
+def test_an_index_that_is_none_is_refused(changes, words, tmp_path):
+    index = {"metadata": {}, "weight_map": {"norm.weight": "a.safetensors"}} | changes
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=words):
+        open_folder(tmp_path)
+
+
+def test_a_disk_that_is_full_is_an_error_of_the_system_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    source = load_pretrained(save_source(tmp_path / "source"))
+    monkeypatch.setattr("smmd_jax.backbones.safetensors_files.save_file", full)
+    with pytest.raises(OSError, match=r"model\.safetensors cannot be written: .*No space left"):
+        save_pretrained(source, tmp_path / "copy")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]

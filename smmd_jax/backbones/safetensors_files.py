@@ -161,8 +161,15 @@ def plan_files(
 
 
 def write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write one safetensors file, readable by every framework."""
-    save_file(dict(tensors), path, metadata={"format": "pt"})
+    """Write one safetensors file, readable by every framework.
+
+    Raises:
+        OSError: no space or no permission.
+    """
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:  # how the library reports the system's errors
+        raise OSError(f"{path.name} cannot be written: {error}") from error
     path.chmod(0o644)  # the library makes it private
 
 

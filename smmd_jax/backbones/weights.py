@@ -33,6 +33,7 @@ from smmd_jax.backbones.tensor_names import PREFIXES, Source, find_prefix, match
 from smmd_jax.backbones.vlm import VisionLanguageModel
 from smmd_jax.errors import CheckpointError
 
+_DTYPES = ("float32", "bfloat16", "float16")
 # What a folder holds beside its weights and a fine-tuned copy still needs, byte for byte.
 _COMPANIONS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
@@ -57,7 +58,7 @@ def load_pretrained(
         folder: holds config.json and safetensors files, one or several with their index.
         dtype: of the products; None: float32, which is what the reference logits are made in. Choose bfloat16 on
             accelerators.
-        param_dtype: of the stored parameters; None: as each tensor is in the file.
+        param_dtype: of the stored parameters; None: as each tensor is in the file (float64 becomes float32).
         mesh: each tensor goes straight to its shards by the family's path rules; None: to the default device.
 
     Returns:
@@ -66,6 +67,7 @@ def load_pretrained(
     Raises:
         CheckpointError: a folder, config or tensor that is not what it should be, and quantised weights; see
             `match_tensors`.
+        TypeError: a dtype that is none of float32, bfloat16 and float16, or a mesh that is none.
 
     Example:
         >>> import tempfile
@@ -75,10 +77,14 @@ def load_pretrained(
         ...     load_pretrained(folder).config.num_layers
         4
     """
+    dtype = jnp.dtype("float32") if dtype is None else _known_dtype("dtype", dtype)
+    param_dtype = None if param_dtype is None else _known_dtype("param_dtype", param_dtype)
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh is {mesh!r}, wanted a jax.sharding.Mesh: make it with jax.make_mesh")
     config = model_config(read_config(folder))
 
     def make_model() -> nnx.Module:
-        return BACKBONES[config.model_type](config, rngs=nnx.Rngs(0), dtype=jnp.float32 if dtype is None else dtype)
+        return BACKBONES[config.model_type](config, rngs=nnx.Rngs(0), dtype=dtype)
 
     graphdef, abstract = nnx.split(nnx.eval_shape(make_model))
     shapes = nnx.to_pure_dict(abstract)
@@ -167,6 +173,15 @@ def save_parameters(
         raise
 
 
+def _known_dtype(name: str, dtype: DTypeLike) -> np.dtype:
+    try:
+        if (found := jnp.dtype(dtype)).name in _DTYPES:
+            return found
+    except TypeError:
+        pass
+    raise TypeError(f"{name} is {dtype!r}, wanted one of {', '.join(_DTYPES)}")
+
+
 def _by_path(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {parameter_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
@@ -178,6 +193,7 @@ def _with_dtypes(
 
     def leaf_of(path, leaf):
         own = files.tensors[sources[parameter_path(path)].names[0]].dtype
+        own = jax.dtypes.canonicalize_dtype(own)  # float64 is float32 unless jax is told otherwise
         return jax.ShapeDtypeStruct(leaf.shape, own if param_dtype is None else param_dtype)
 
     return jax.tree_util.tree_map_with_path(leaf_of, shapes)
