@@ -205,7 +205,33 @@ def test_an_end_of_sequence_that_is_no_token_is_refused(tmp_path, found):
 def test_a_config_that_is_not_json_is_refused(tmp_path):
     chat_backend().save(str(tmp_path / "tokenizer.json"))
     write(tmp_path, "generation_config.json", "{")
-    with pytest.raises(TokenizerError, match=r"generation_config.json is not JSON"):
+    with pytest.raises(TokenizerError, match=r"generation_config.json cannot be used: it is not JSON"):
+        Tokenizer.from_file(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("generation_config.json", "[" * 100_000, "generation_config.json cannot be used: it is nested too deeply"),
+        ("tokenizer_config.json", '{"eos_token": "<s>", "eos_token": "<end>"}', "gives 'eos_token' twice"),
+        ("tokenizer_config.json", '{"eos_token": 257}', "eos_token of .* is 257, wanted the text of a token"),
+        ("tokenizer_config.json", '{"pad_token": ["<s>"]}', r"pad_token of .* is \['<s>'\], wanted the text"),
+        ("tokenizer_config.json", '{"bos_token": {"content": 5}}', "bos_token of .* is {'content': 5}, wanted"),
+        ("chat_template.jinja", b"\xff\xfe", "chat_template.jinja is not a chat template"),
+    ],
+)
+def test_a_file_beside_the_tokenizer_that_says_something_else_is_not_passed_over(tmp_path, name, content, words):
+    chat_backend().save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, "tokenizer_config.json", {"eos_token": "<end>"})
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(TokenizerError, match=words):
+        Tokenizer.from_file(tmp_path)
+
+
+def test_a_folder_in_the_place_of_a_config_is_refused(tmp_path):
+    chat_backend().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").mkdir()
+    with pytest.raises(TokenizerError, match="it is not a regular file"):
         Tokenizer.from_file(tmp_path)
 
 

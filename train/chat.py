@@ -18,10 +18,16 @@ def read_chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str
     """Return the chat template of a model folder: chat_template.jinja, or what tokenizer_config.json holds, or None.
 
     Of several named templates it is the one called "default".
+
+    Raises:
+      TokenizerError: a file that is not text in UTF-8.
     """
     path = folder / TEMPLATE_FILE
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TokenizerError(f"{path} is not a chat template: {error}.") from error
     template = tokenizer_config.get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}

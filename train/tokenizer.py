@@ -10,12 +10,14 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from smmd_jax.errors import TokenizerError
+from smmd_jax.json_files import read_object
 from smmd_jax.tokenizer_pieces import byte_level_alphabet
 from train.chat import TEMPLATE_FILE, read_chat_template, render_chat
 from train.tekken import EOS_TOKEN, PAD_TOKEN, is_tekken, tokenizer_json_of_tekken
 
 FILE_NAME, TEKKEN_NAME = "tokenizer.json", "tekken.json"
 END_OF_SEQUENCE, PADDING = "<eos>", "<pad>"
+_NAMED_TOKENS = ("eos_token", "bos_token", "unk_token", "pad_token")
 
 # Digits take the first ids in a scrambled order: id 0 is a real token, and ids neither equal the values nor run up or
 # down with them, so taking id 0 for padding, or an id for a value, is seen at once.
@@ -102,22 +104,23 @@ class Tokenizer:
         path = tokenizer_file(Path(path))
         backend, (default_eos, default_pad) = _read_backend(path)
         folder = path.parent
-        config = _read_object(folder / "tokenizer_config.json")
+        config_path = folder / "tokenizer_config.json"
+        config = _read_object(config_path)
         stop_ids = _eos_ids_of(folder, backend)
-        eos_token = eos_token or _token_text(config.get("eos_token"))
+        named = {name: _token_text(config_path, config, name) for name in _NAMED_TOKENS}
+        eos_token = eos_token or named["eos_token"]
         if eos_token is None:
             eos_token = backend.id_to_token(stop_ids[0]) if stop_ids else default_eos
-        pad_token = pad_token or _token_text(config.get("pad_token"))
+        pad_token = pad_token or named["pad_token"]
         if pad_token is None and backend.token_to_id(default_pad) is not None:
             pad_token = default_pad
-        named = {name: _token_text(config.get(name)) for name in ("bos_token", "unk_token", "pad_token")}
         return cls(
             backend,
             eos_token=eos_token,
             pad_token=pad_token,
             stop_ids=stop_ids,
             chat_template=read_chat_template(folder, config),
-            template_tokens={name: text for name, text in named.items() if text is not None},
+            template_tokens={name: text for name, text in named.items() if text is not None and name != "eos_token"},
             chat=chat,
         )
 
@@ -299,15 +302,12 @@ def _eos_ids_of(folder: Path, backend: tokenizers.Tokenizer) -> list[int]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not path.exists():
         return {}
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TokenizerError(f"Tokenizer: {path} is not JSON: {error}.") from error
-    if not isinstance(data, dict):
-        raise TokenizerError(f"Tokenizer: {path} holds a {type(data).__name__}, not an object.")
-    return data
+        return read_object(path)
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"Tokenizer: {path} cannot be used: {error}.") from error
 
 
 def _write_object(path: Path, content: Mapping[str, Any]) -> None:
@@ -318,7 +318,10 @@ def _byte_letters(phrase: str) -> str:
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(phrase)[0][0]
 
 
-def _token_text(entry: object) -> str | None:
-    """A special token of tokenizer_config.json: its text, or an object that holds it."""
+def _token_text(path: Path, config: Mapping[str, Any], name: str) -> str | None:
+    """A special token of tokenizer_config.json: its text, or an object that holds it; None where it has none."""
+    entry = config.get(name)
     content = entry.get("content") if isinstance(entry, dict) else entry
-    return content if isinstance(content, str) else None
+    if entry is not None and not isinstance(content, str):
+        raise TokenizerError(f"Tokenizer: {name} of {path} is {entry!r}, wanted the text of a token.")
+    return content
