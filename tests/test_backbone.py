@@ -106,6 +106,18 @@ def test_a_path_that_is_not_there_is_refused(name):
         make_backbone(make_config(name))
 
 
+@pytest.mark.parametrize("name", ["~no-such-user/x", "x" * 5000 + "/y", "./" + "x" * 300])
+def test_a_path_that_no_file_can_have_is_refused_like_one_that_is_not_there(name):
+    with pytest.raises(UsageError, match="is no name of a file or folder") as refused:
+        make_backbone(make_config(name))
+    assert len(str(refused.value)) < 700
+
+
+def test_signs_that_steer_a_terminal_are_shown_as_such():
+    text = explain(CheckpointError("1 extra: x\x1b[31m\u202e\x00\n  2 missing: \N{CJK UNIFIED IDEOGRAPH-6570}"))
+    assert text == "error: 1 extra: x\\x1b[31m\\u202e\\x00\n  2 missing: \N{CJK UNIFIED IDEOGRAPH-6570}"
+
+
 def test_a_narrow_head_is_refused_before_any_work(folder):
     narrow = dataclasses.replace(CONFIG, vocab_size=TOKENIZER.vocab_size - 9)
     shutil.rmtree(folder)

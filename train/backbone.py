@@ -96,7 +96,7 @@ def _find(name: str) -> tuple[Path, tuple[str, ...]]:
     """The folder of a name, and what the run's header should say of it."""
     if name == "smollm2-135m":
         return converted_folder(smollm2_file()), ()
-    path = Path(name).expanduser()
+    path = _path_of(name)
     if path.suffix == ".gguf" and path.is_file():
         return converted_folder(path), ()
     if path.exists():
@@ -108,6 +108,15 @@ def _find(name: str) -> tuple[Path, tuple[str, ...]]:
         f"backbone={name}: there is no such file or folder, and a model of a hub is called org/name. Known without "
         "either: tiny, smollm2-135m."
     )
+
+
+def _path_of(name: str) -> Path:
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UsageError(f"backbone={name[:200]} is no name of a file or folder: {error.args[-1]}.") from error
+    return path
 
 
 def _check_files(name: str, folder: Path) -> None:

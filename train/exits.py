@@ -184,7 +184,13 @@ def explain(error: BaseException, *, process_count: int = 1) -> str:
     else:
         text = f"{type(error).__name__}: {error}. This error was not foreseen; --debug shows the trace."
     label = "stopped" if isinstance(error, StoppedError | KeyboardInterrupt) else "error"
-    return redact(f"{label}: " + "\n".join(line for line in text.splitlines() if line.strip()))
+    text = "\n".join(line for line in text.splitlines() if line.strip())
+    return redact(f"{label}: " + "".join(map(_printable, text)))
+
+
+def _printable(letter: str) -> str:
+    """A name in a file may hold what moves a terminal's cursor or hides what stands before it."""
+    return letter if letter.isprintable() or letter in "\n\t" else letter.encode("unicode_escape").decode("ascii")
 
 
 def run_guarded(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> NoReturn:
