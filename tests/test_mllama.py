@@ -2,19 +2,23 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 from smmd_jax import check_targets, cross_entropy_loss
-from smmd_jax.backbones import Decoder, VisionLanguageConfig, add_lora
+from smmd_jax.backbones import Decoder, VisionLanguageConfig, add_lora, load_pretrained, save_pretrained
 from smmd_jax.backbones.config import DecoderConfig
 from smmd_jax.backbones.mllama import Mllama
 from smmd_jax.backbones.mllama_vision import MllamaVisionConfig, MllamaVisionLayer
 from smmd_jax.backbones.ports import model_config
+from smmd_jax.backbones.sharding import parameter_path
+from smmd_jax.backbones.tensor_names import source_of
 from smmd_jax.errors import CheckpointError
 from train.generate import generate
 
@@ -241,6 +245,53 @@ def test_what_the_family_does_not_have_is_refused():
         dataclasses.replace(VISION, feature_layers=(2,))
     with pytest.raises(ValueError, match="wanted a multiple of patch_size 2"):
         dataclasses.replace(VISION, image_size=5)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "outer"), [("language_model.model.", ""), ("model.language_model.", "model.")], ids=["file", "memory"]
+)
+def test_files_of_either_prefix_load_and_come_back(tmp_path, prefix, outer):
+    model = make_model()
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(model)))
+    tensors = {}
+    for path, leaf in leaves:
+        source = source_of(parameter_path(path), num_layers=3, prefix=prefix, outer=outer)
+        array = np.asarray(leaf.T if source.transposed else leaf)
+        if array.shape == (8, 3 * 2 * 2):  # in the files the patches are a convolution
+            array = array.reshape(8, 3, 2, 2)
+        tensors[source.names[0]] = np.ascontiguousarray(array)
+    assert f"{outer}vision_model.gated_positional_embedding.embedding" in tensors
+    assert f"{prefix}layers.1.cross_attn_mlp_gate" in tensors
+    folder = tmp_path / "source"
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    text = dict(
+        vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, cross_attention_layers=[1], rope_theta=1e4, rms_norm_eps=1e-6,
+        max_position_embeddings=4096,
+    )  # fmt: skip
+    vision = dict(
+        hidden_size=8, intermediate_size=12, num_hidden_layers=2, attention_heads=2, patch_size=2, image_size=4,
+        num_global_layers=1, intermediate_layers_indices=[0, 1], vision_output_dim=24,
+    )  # fmt: skip
+    fields = {"model_type": "mllama", "text_config": text, "vision_config": vision}
+    (folder / "config.json").write_text(json.dumps(fields))
+    loaded = load_pretrained(folder)
+    assert loaded.config == CONFIG
+    ids, mask, images = make_inputs()
+    np.testing.assert_array_equal(
+        loaded(ids, attention_mask=mask, images=images), model(ids, attention_mask=mask, images=images)
+    )
+    save_pretrained(loaded, tmp_path / "saved", source=folder)
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == tensors.keys()
+    for name, array in tensors.items():
+        np.testing.assert_array_equal(saved[name], array)
+
+
+def test_the_text_alone_is_no_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match="mllama_text_model is part of a vision-language model"):
+        save_pretrained(make_model().language_model, tmp_path / "text")
 
 
 FIELDS = {

@@ -33,6 +33,11 @@ def hf_fields(config: DecoderConfig) -> dict[str, Any]:
         >>> fields["architectures"], fields["num_hidden_layers"]
         (['LlamaForCausalLM'], 2)
     """
+    if config.model_type not in _ARCHITECTURES:
+        raise CheckpointError(
+            f"model_type {config.model_type} is part of a vision-language model, and no checkpoint of its own: save "
+            "the whole model with source=, the folder it was loaded from"
+        )
     layers = range(config.num_layers)
     sliding = [config.window_of(layer) is not None for layer in layers]
     rope: dict[str, Any] = _rope_entries(config.rope, config.max_positions)
@@ -44,7 +49,7 @@ def hf_fields(config: DecoderConfig) -> dict[str, Any]:
     if config.local_rope is not None:
         rope = {"full_attention": rope, "sliding_attention": _rope_entries(config.local_rope, config.max_positions)}
     fields = {
-        "architectures": [_ARCHITECTURES.get(config.model_type, "")],
+        "architectures": [_ARCHITECTURES[config.model_type]],
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
