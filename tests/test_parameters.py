@@ -1,6 +1,7 @@
 """What is trained and what is frozen: adapters alone move, precision is where the flags say, folders are read once."""
 
 import dataclasses
+import shutil
 import typing
 
 import jax
@@ -164,6 +165,32 @@ def test_pretrained_weights_are_evaluated_before_the_first_step(folder, data_dir
     assert [row["step"] for row in read_jsonl(tmp_path / "run" / "eval.jsonl")] == [0, 2]
     train_here(tmp_path / "random", data_dir, *flags[1:])
     assert [row["step"] for row in read_jsonl(tmp_path / "random" / "eval.jsonl")] == [2]
+
+
+def test_other_weights_of_the_same_size_are_other_frozen_parameters(folder, data_dir, tmp_path):
+    copy = shutil.copytree(folder[0], tmp_path / "model")
+    fingerprint = lambda: assembled(data_dir, "--lora_rank=2", f"--backbone={copy}").parameters.fingerprint
+    before = fingerprint()
+    path = next(iter(sorted(copy.glob("*.safetensors"))))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert fingerprint() != before
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert fingerprint() == before
+
+
+def test_samples_of_a_large_file_reach_from_its_first_byte_to_its_last(tmp_path):
+    path, size = tmp_path / "model.safetensors", 5 * 2**20
+    samples = []
+    for place in (None, 0, size - 1):
+        content = bytearray(size)
+        if place is not None:
+            content[place] = 1
+        path.write_bytes(content)
+        samples.append(train.parameters._sample(path))
+    assert len(set(samples)) == 3
 
 
 def test_the_fingerprint_follows_the_folder_the_seed_and_the_stored_dtype(folder, data_dir, tmp_path):
