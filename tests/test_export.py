@@ -17,8 +17,8 @@ from smmd_jax.backbones.weights import save_parameters
 from tests.runs import captured, contents, shrink, steps_of, train_here
 from train.assembly import assemble
 from train.checkpoint import Checkpoints
-from train.config import config_from_json
-from train.exits import CheckpointCorruptError, ExportError, StorageError, UsageError, exit_code_of
+from train.config import TrainConfig, check_run_folder, config_from_json
+from train.exits import ExportError, StorageError, UsageError, exit_code_of
 from train.export import main
 from train.hf_folder import export
 from train.tokenizer import Tokenizer, make_task_tokenizer
@@ -173,7 +173,7 @@ def test_an_older_step_is_exported_where_it_is_asked_for(runs, tmp_path):
     export(workdir, tmp_path / "new")
     old, new = (load_file(tmp_path / name / "model.safetensors") for name in ("old", "new"))
     assert any((old[name] != new[name]).any() for name in old)
-    with pytest.raises(CheckpointCorruptError, match="step 1 was passed over"):
+    with pytest.raises(UsageError, match="does not hold step 1: name another --step"):
         export(workdir, tmp_path / "none", step=1)
     assert not (tmp_path / "none").exists()
 
@@ -217,6 +217,34 @@ def test_a_run_without_adapters_or_without_a_folder_has_no_adapter_to_export(run
         path.rename(tmp_path / f"away-{path.name}")
     with pytest.raises(UsageError, match="does not hold a checkpoint: train first"):
         export(workdir, tmp_path / "other")
+
+
+@pytest.mark.parametrize("out", ["a\0b", "x" * 300, "checkpoints/model", "checkpoints"])
+def test_a_place_where_no_model_can_be_is_refused_before_any_work(runs, tmp_path, out, monkeypatch):
+    workdir = runs("tiny")
+    before = contents(workdir)
+    monkeypatch.setattr(train.hf_folder, "make_backbone", lambda config: pytest.fail("began to work"))
+    with pytest.raises(UsageError, match=r"cannot be a folder|among the checkpoints|not an empty folder"):
+        export(workdir, workdir / out)
+    assert contents(workdir) == before
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\xff\xfe", "is not the config of a run"),
+        (b"[" * 100_000, "this is not a config"),
+        (b'{"task": "gone"}', "trained on task=gone, which is not known here: arith"),
+        (b'{"task": "arith", "steps": "5"}', "steps='5': wanted a whole number"),
+    ],
+)
+def test_a_run_folder_of_another_kind_is_refused(tmp_path, content, words):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(UsageError, match=words):
+        export(tmp_path, tmp_path / "out")
+    if b"task" not in content:
+        with pytest.raises(UsageError, match="is not readable"):
+            check_run_folder(TrainConfig(task="arith", workdir=str(tmp_path)))
 
 
 @pytest.mark.parametrize("fault", ["head", "adapters left out", "nan"])

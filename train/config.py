@@ -229,7 +229,7 @@ def config_from_json(text: str) -> TrainConfig:
     """
     try:
         values = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"this is not a config: {error}.") from error
     known = {field.name for field in dataclasses.fields(TrainConfig)}
     if not isinstance(values, dict) or "task" not in values or not values.keys() <= known:
@@ -287,7 +287,7 @@ def check_run_folder(config: TrainConfig) -> bool:
             raise ValueError(f"a {type(saved).__name__}, not an object")
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise UsageError(f"{path} is not readable ({error}): choose another --workdir.") from error
     lines = resume_differences(saved, config)
     if lines:

@@ -79,11 +79,20 @@ def export(
       StorageError: the folder cannot be written.
     """
     out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"out={out} is not an empty folder: nothing is overwritten, choose another.")
+    try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UsageError(f"out={out} is not an empty folder: nothing is overwritten, choose another.")
+        if (Path(workdir) / "checkpoints").resolve() in (out.resolve(), *out.resolve().parents):
+            raise UsageError(f"out={out} is among the checkpoints of the run, where only steps lie: choose another.")
+    except (OSError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"out={str(out)[:200]} cannot be a folder: {error.args[-1]}.") from error
     config = read_run_config(Path(workdir))
     if adapter and not config.lora_rank:
         raise UsageError(f"{workdir} trained all parameters (lora_rank=0): there is no adapter, export it without.")
+    if config.task not in TASKS:
+        raise UsageError(f"{workdir} trained on task={config.task}, which is not known here: {', '.join(TASKS)}.")
     backbone = make_backbone(config)
     if adapter and backbone.folder is None:
         raise UsageError(f"the adapters belong to backbone={config.backbone}, which is no folder: export them merged.")

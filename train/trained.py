@@ -53,6 +53,8 @@ def read_run_config(workdir: Path) -> TrainConfig:
         raise UsageError(f"workdir={workdir} is not the folder of a run: {path} cannot be read ({error}).") from error
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not the config of a run: {error}.") from error
 
 
 def restore_trained(
@@ -77,6 +79,8 @@ def restore_trained(
     mesh = make_mesh(sizes if math.prod(sizes.values()) <= jax.device_count() else {})
     parameters = make_parameters(config, backbone, mesh)
     folder = workdir / "checkpoints"
+    if step is not None and not (folder / str(step)).exists():
+        raise UsageError(f"{folder} does not hold step {step}: name another --step, or none for the newest.")
     with Checkpoints(folder, writer=False) as checkpoints:
         restored = checkpoints.restore({"parameters": parameters.trainable_like}, step=step, partial=True)
     if restored is None:
