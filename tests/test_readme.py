@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.report import BLOCKS, PAGES, read_results, render
 from smmd_jax import KERNELS, LOSSES
+from train import inspect_data
 from train.compare import USAGE, make_flags
 from train.config import parse_command_line
 from train.evaluation import EvaluateFlags
@@ -97,6 +98,8 @@ def check_command(module, flags):
         parse_flags(make_flags(), [module, *flags], tables=TABLES, usage=USAGE)
     elif module == "train.export":
         parse_flags(ExportFlags, [module, *flags], tables={}, usage=USAGE)
+    elif module == "train.inspect_data":
+        parse_flags(inspect_data.make_flags(), [module, *flags], tables=TABLES, usage=USAGE)
     elif module == "train.evaluate":
         EvaluateFlags(**parse_flags(EvaluateFlags, [module, *flags], tables={}, usage=USAGE))
     else:
@@ -116,7 +119,8 @@ def test_the_readme_has_the_two_commands_that_set_everything_up():
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
 def test_flags_named_in_the_text_exist(path):
-    known = {field for kind in (make_flags(), ExportFlags, EvaluateFlags) for field in kind.__dataclass_fields__}
+    kinds = (make_flags(), inspect_data.make_flags(), ExportFlags, EvaluateFlags)
+    known = {field for kind in kinds for field in kind.__dataclass_fields__}
     known |= {"loss", "seed", "print_config", "dry_run", "help", "losses", "seeds", "report_only"}
     named = set(re.findall(r"`--([a-z_]+)", path.read_text(encoding="utf-8")))
     assert named <= known, named - known

@@ -3,12 +3,16 @@
 import time
 
 import numpy as np
+from jaxtyping import Int
 
 from train.assembly import Run
 from train.encode import encode
 from train.progress import format_seconds
+from train.tasks.base import Example
+from train.tokenizer import Tokenizer
 
 MARKS = {"prompt": "p", "answer": "a", "number": "N", "ignored": "."}
+MARKS_LEGEND = "p prompt, a answer, N numeric target, . ignored: not a target"
 
 
 def header(run: Run, *, resuming: bool) -> str:
@@ -40,26 +44,49 @@ def _devices(run: Run) -> str:
 
 def show_examples(run: Run, count: int = 3) -> str:
     """Show the first training examples, decoded, with a mark under the role of every token."""
-    source = run.source(run.task.train_split)
-    numbers = set(np.asarray(run.kernel.token_ids).tolist())
-    blocks = ["examples (p prompt, a answer, N numeric target, . ignored: not a target)"]
-    special_names = {token: name for name, token in run.tokenizer.special_ids.items()}
-    for index in range(min(count, len(source))):
-        ids, supervised = encode(source[index], run.tokenizer)
-        pieces = []
-        for place, (token, is_answer) in enumerate(zip(ids.tolist(), supervised.tolist(), strict=True)):
-            role = "ignored" if place == 0 else "prompt"
-            if is_answer:
-                role = "number" if token in numbers else "answer"
-            text = special_names.get(token) or run.tokenizer.decode([token])
-            pieces.append((text.replace("\n", "\\n").replace(" ", "\u00b7"), MARKS[role]))
-        widths = [max(len(text), 1) for text, _ in pieces]
-        blocks.append(
-            " ".join(text.ljust(width) for (text, _), width in zip(pieces, widths, strict=True))
-            + "\n"
-            + " ".join(mark.ljust(width) for (_, mark), width in zip(pieces, widths, strict=True))
-        )
-    return "\n".join(blocks)
+    source, numbers = run.source(run.task.train_split), np.asarray(run.kernel.token_ids)
+    shown = [mark_example(source[index], run.tokenizer, numbers) for index in range(min(count, len(source)))]
+    return "\n".join([f"examples ({MARKS_LEGEND})", *shown])
+
+
+def mark_example(
+    example: Example, tokenizer: Tokenizer, numeric_ids: Int[np.ndarray, "N"], *, width: int | None = None
+) -> str:
+    """Show one example: a line of its tokens, decoded, and below it a line with the mark of each one's role.
+
+    Args:
+      example: what is encoded.
+      tokenizer: encodes it.
+      numeric_ids: token ids of the numeric vocabulary.
+      width: columns after which another pair of lines begins; None: never.
+
+    Example:
+      >>> from train.tokenizer import make_task_tokenizer
+      >>> print(mark_example(Example(key="0", prompt="2 + 3\\n", answer="5"), make_task_tokenizer(), np.arange(10)))
+      2 ·+· 3 \\n 5 <eos>
+      . p   p p  N a
+    """
+    ids, supervised = encode(example, tokenizer)
+    numbers = set(numeric_ids.tolist())
+    special_names = {token: name for name, token in tokenizer.special_ids.items()}
+    pieces = []
+    for place, (token, is_answer) in enumerate(zip(ids.tolist(), supervised.tolist(), strict=True)):
+        role = "ignored" if place == 0 else "prompt"
+        if is_answer:
+            role = "number" if token in numbers else "answer"
+        text = special_names.get(token) or tokenizer.decode([token])
+        pieces.append((text.replace("\n", "\\n").replace(" ", "\u00b7"), MARKS[role]))
+    lines: list[list[str]] = []
+    used = 0
+    for text, mark in pieces:
+        column = max(len(text), 1)
+        if not lines or (width is not None and used + column > width):
+            lines += [[], []]
+            used = 0
+        lines[-2].append(text.ljust(column))
+        lines[-1].append(mark.ljust(column))
+        used += column + 1
+    return "\n".join(" ".join(line).rstrip() for line in lines)
 
 
 def describe_step(run: Run) -> str:
@@ -78,4 +105,3 @@ def describe_step(run: Run) -> str:
     lines = [f"step       compiled in {format_seconds(seconds)}; memory per device:"]
     lines += [f"           {name:<17}{size / 2**20:10.1f} MiB" for name, size in {**sizes, "peak": peak}.items()]
     return "\n".join(lines)
-
