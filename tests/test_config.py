@@ -89,6 +89,8 @@ def test_empty_choices_are_resolved_from_the_task_and_the_folder_from_the_config
         ("--lora_alpha=0", "lora_alpha=0.0: wanted a finite number above 0"),
         ("--steps=0", "steps=0: wanted a whole number of at least 1"),
         ("--steps=1e3", "steps=1e3: wanted a whole number"),
+        ("--lora_rank=99999999999999999999", "wanted a whole number of at most 4,294,967,296"),
+        ("--batch_size=99999999999999", "batch_size=99999999999999: wanted a whole number of at most"),
         ("--steps=1_000", "wanted a whole number"),
         ("--steps=", "steps=: wanted a whole number"),
         ("--steps", "steps"),
@@ -281,3 +283,9 @@ def test_differences_are_sorted_and_show_json():
         "b: [1] -> [2]",
         'c: (absent) -> "x"',
     ]
+
+
+def test_the_home_folder_may_be_written_as_a_shell_does(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    config = parse("--task=arith", "--workdir=~/runs/first", "--data_dir=~")
+    assert (config.workdir, config.data_dir) == ("/home/somebody/runs/first", "/home/somebody")

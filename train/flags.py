@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import math
+import os
 import re
 import sys
 import textwrap
@@ -17,6 +18,9 @@ from train.environment import redact
 from train.exits import UsageError
 
 Config = TypeVar("Config")
+_LARGEST = 2**32  # sizes and counts beyond fit no array
+# Flags of these names are folders: a shell leaves the ~ of --workdir=~/runs as it stands.
+_FOLDERS = ("workdir", "out", "data_dir")
 # Field name -> the table (or names) its values come from: {"loss": LOSSES, "task": TASKS, ...}
 Tables = Mapping[str, Collection[str]]
 
@@ -87,6 +91,7 @@ def parse_flags(cls: type, argv: Sequence[str], *, tables: Tables, usage: str) -
         hint = f"; did you mean --{next(iter(fields))}={positional[0]}?" if len(positional) == 1 else "."
         raise UsageError(f"{' '.join(positional)!r} is not a flag: every argument starts with --{hint}")
     given = {name: values[name].value for name in fields if values[name].present}
+    given |= {name: os.path.expanduser(given[name]) for name in _FOLDERS if name in given}
     return {name: read_value(name, text, kinds[name]) for name, text in given.items()}
 
 
@@ -133,6 +138,8 @@ def check_values(config: Any) -> None:
             object.__setattr__(config, field.name, value)
         if not _is_kind(value, kind):
             raise UsageError(f"{field.name}={value!r}: wanted {kind_words(kind)}.")
+        if kind is int and abs(value) > _LARGEST:
+            raise UsageError(f"{field.name}={value}: wanted {kind_words(kind)} of at most {_LARGEST:,}.")
         limits = field.metadata
         for number in value if isinstance(value, tuple) else [value]:
             if limits["at_least"] is not None and number < limits["at_least"]:
