@@ -337,3 +337,18 @@ def test_prompts_are_never_dropped():
     for wrong in ({"batch_size": 0}, {"batch_size": 1, "examples": 0}, {"batch_size": 1, "examples": 42}):
         with pytest.raises(ValueError, match="must be positive"):
             make_prompt_batches(SOURCE, TOKENIZER, **wrong)
+
+
+def test_an_image_is_refused_wherever_text_alone_is_read():
+    source = ListSource([("2 + 2\n", "4"), ("what time?\n", "3:10")])
+    source._examples[1] = dataclasses.replace(source._examples[1], image=b"a picture")
+    words = "Example key-1 has an image, and the backbone reads text alone: choose a backbone with vision"
+    for read in (
+        lambda: encode(source[1], TOKENIZER),
+        lambda: encode_source(source, TOKENIZER, max_length=64),
+        lambda: batches(source),
+        lambda: make_prompt_batches(source, TOKENIZER, batch_size=2),
+    ):
+        with pytest.raises(DataError, match=words):
+            read()
+    assert len(make_prompt_batches(source, TOKENIZER, batch_size=2, examples=1)) == 1

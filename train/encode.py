@@ -14,8 +14,8 @@ from train.exits import DataError
 from train.tasks.base import Example, Source
 from train.tokenizer import Tokenizer
 
-# Part of the cache's file name: raised whenever the same examples would encode to other arrays.
-_ENCODING_VERSION = 1
+# Part of the cache's file name: raised whenever the same examples would encode to other arrays, or not at all.
+_ENCODING_VERSION = 2
 _READ_AT_ONCE = 4096
 MAX_DROPPED_FRACTION = 0.01
 
@@ -29,14 +29,14 @@ def encode(example: Example, tokenizer: Tokenizer) -> tuple[Int[np.ndarray, "L"]
     encoding; which tokens are supervised follows from these lengths and never from a token's value.
 
     Args:
-      example: its image, if any, plays no part here.
+      example: text alone.
       tokenizer: gives the ids and `eos_id`.
 
     Returns:
       (ids [L] int32, supervised [L] bool), not shifted.
 
     Raises:
-      DataError: a prompt without tokens, since then nothing predicts the first token of the answer.
+      DataError: a prompt without tokens, since then nothing predicts the first token of the answer, or an image.
 
     Example:
       >>> from train.tokenizer import make_task_tokenizer
@@ -44,9 +44,23 @@ def encode(example: Example, tokenizer: Tokenizer) -> tuple[Int[np.ndarray, "L"]
       >>> supervised
       array([False, False, False, False,  True,  True])
     """
+    check_is_text(example)
     prompt, answer = tokenizer.encode_prompt(example.prompt), tokenizer.encode(example.answer)
     ids, prompt_length = _join(example.key, prompt, answer, tokenizer)
     return np.array(ids, np.int32), np.arange(len(ids)) >= prompt_length
+
+
+def check_is_text(example: Example) -> None:
+    """Refuse an image where text alone is read: a model that never saw it would be trained or scored on guesses.
+
+    Raises:
+      DataError: the example has an image.
+    """
+    if example.image is not None:
+        raise DataError(
+            f"Example {example.key} has an image, and the backbone reads text alone: choose a backbone with vision, or "
+            "data without images."
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,8 +148,8 @@ def encode_source(
       cache_dir: folder where the arrays are kept for the next run; None keeps nothing.
 
     Raises:
-      DataError: no examples, or too many that are too long: with their number, three keys and the least sufficient
-        `max_length`.
+      DataError: an image, no examples, or too many that are too long: with their number, three keys and the least
+        sufficient `max_length`.
     """
     if max_length < 1:
         raise ValueError(f"encode_source: max_length must be at least 1, got {max_length}.")
@@ -178,6 +192,8 @@ def _encode_all(source: Source, tokenizer: Tokenizer, max_length: int) -> Encode
     for first in range(0, len(source), _READ_AT_ONCE):
         indices = range(first, min(first + _READ_AT_ONCE, len(source)))
         examples = read_many(indices)
+        for example in examples:
+            check_is_text(example)
         prompts = tokenizer.encode_prompts([example.prompt for example in examples])
         answers = tokenizer.encode_batch([example.answer for example in examples])
         chunk: list[int] = []

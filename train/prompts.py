@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Bool, Int
 
+from train.encode import check_is_text
 from train.exits import DataError
 from train.tasks.base import Example, Source
 from train.tokenizer import Tokenizer
@@ -46,7 +47,8 @@ def make_prompt_batches(
       The batches, narrow ones first; within a width in the order of the source.
 
     Raises:
-      DataError: an empty prompt, or one longer than `max_length`: evaluation leaves nothing out and cuts nothing.
+      DataError: an image, an empty prompt, or one longer than `max_length`: evaluation leaves nothing out and cuts
+        nothing.
       ValueError: `examples` or `batch_size` below 1, or more examples than the source has.
     """
     count = len(source) if examples is None else examples
@@ -56,6 +58,8 @@ def make_prompt_batches(
             f"{len(source)} examples."
         )
     chosen = [source[index] for index in range(count)]
+    for example in chosen:
+        check_is_text(example)
     by_width: dict[int, list[tuple[Example, list[int]]]] = {}
     for example, ids in zip(chosen, tokenizer.encode_prompts([example.prompt for example in chosen]), strict=True):
         if not ids or (max_length is not None and len(ids) > max_length):
