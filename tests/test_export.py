@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import signal
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ from tests.runs import captured, contents, shrink, steps_of, train_here
 from train.assembly import assemble
 from train.checkpoint import Checkpoints
 from train.config import TrainConfig, check_run_folder, config_from_json
-from train.exits import ExportError, StorageError, UsageError, exit_code_of
+from train.exits import ExportError, StoppedError, StorageError, UsageError, exit_code_of
 from train.export import main
 from train.hf_folder import export
 from train.tokenizer import Tokenizer, make_task_tokenizer
@@ -245,6 +247,19 @@ def test_a_run_folder_of_another_kind_is_refused(tmp_path, content, words):
     if b"task" not in content:
         with pytest.raises(UsageError, match="is not readable"):
             check_run_folder(TrainConfig(task="arith", workdir=str(tmp_path)))
+
+
+def test_an_export_that_is_ended_by_a_signal_leaves_nothing(runs, tmp_path, monkeypatch):
+    def struck(*args, **kwargs):
+        assert list(tmp_path.iterdir())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    workdir, former = runs("tiny"), signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(train.hf_folder, "_verify", struck)
+    with pytest.raises(StoppedError, match="nothing of it is left") as stopped:
+        main(["export", f"--workdir={workdir}", f"--out={tmp_path / 'out'}", "--verify"])
+    assert exit_code_of(stopped.value) == 143 and not list(tmp_path.iterdir())
+    assert signal.getsignal(signal.SIGTERM) == former
 
 
 @pytest.mark.parametrize("fault", ["head", "adapters left out", "nan"])

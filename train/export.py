@@ -1,10 +1,12 @@
 """`python -m train.export --workdir=RUN --out=FOLDER`: write a run's checkpoint as a Hugging Face folder."""
 
 import dataclasses
+import signal
 import sys
 from collections.abc import Sequence
+from types import FrameType
 
-from train.exits import UsageError, run_guarded
+from train.exits import StoppedError, UsageError, run_guarded
 from train.flags import check_values, flag_field, parse_flags
 
 USAGE = "usage: python -m train.export --workdir=RUN --out=FOLDER [--flag=value ...]"
@@ -32,11 +34,22 @@ def main(argv: Sequence[str]) -> None:
     check_values(flags)
     from train.hf_folder import export
 
-    trained, agreement = export(flags.workdir, flags.out, step=flags.step, adapter=flags.adapter, verify=flags.verify)
+    # By default SIGTERM would end the process at once and leave gigabytes of an unfinished folder behind.
+    former = signal.signal(signal.SIGTERM, _stop)
+    try:
+        trained, agreement = export(
+            flags.workdir, flags.out, step=flags.step, adapter=flags.adapter, verify=flags.verify
+        )
+    finally:
+        signal.signal(signal.SIGTERM, former)
     kind = "adapters" if flags.adapter else "model"
     print(f"wrote the {kind} of step {trained.step} of {flags.workdir} to {flags.out}")
     if agreement is not None:
         print(f"verified: {agreement}")
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise StoppedError("the export was ended by a signal, nothing of it is left: run the same command again.", number)
 
 
 if __name__ == "__main__":
