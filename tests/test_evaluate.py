@@ -104,6 +104,16 @@ def test_a_model_folder_answers_as_the_run_it_was_exported_from(run, tmp_path):
         evaluate("--backbone=tiny", f"--out={tmp_path}/none", *shared)
 
 
+@pytest.mark.slow
+def test_adapters_beside_narrow_weights_answer_as_in_training(run, data, tmp_path):
+    captured(export, run, tmp_path / "model")
+    flags = (f"--backbone={tmp_path}/model", "--lora_rank=2", "--dtype=bfloat16", "--scan_layers=true")
+    captured(train_here, tmp_path / "adapters", data, *FEW, *flags)
+    evaluate(f"--workdir={tmp_path}/adapters", "--eval_examples=5", "--eval_batch_size=4", f"--out={tmp_path}/out")
+    rows = read_jsonl(tmp_path / "out" / "arith-interpolate-4.jsonl")
+    assert rows == read_jsonl(tmp_path / "adapters" / "predictions" / "4.jsonl") and len(rows) == 5
+
+
 def test_the_same_evaluation_may_be_written_again_and_another_is_refused(run, tmp_path):
     flags = (f"--workdir={run}", f"--out={tmp_path}", "--eval_examples=4")
     evaluate(*flags)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -93,8 +95,21 @@ def test_coverage_says_what_each_policy_misses_of_a_time(data, monkeypatch):
     assert "60.0%" in line and "1,000 tokens" in line and "'05' 2" in line and "'00' 2" in line
 
 
-def _coverage(pairs):
-    tokenizer = llama_like()
+@pytest.mark.realdata
+def test_coverage_of_all_times_by_the_tokenizer_of_llama_3():
+    """ "05" is one token there: 02 to 09 and 00, 01 of every hour are no canonical integers."""
+    path = Path(os.environ.get("SMMD_TOKENIZER_DIR", "nowhere")) / "llama3"
+    if not path.is_dir():
+        pytest.skip("SMMD_TOKENIZER_DIR holds no llama3: .ci/fetch_tokenizers fetches it")
+    tokenizer = Tokenizer.from_file(path, eos_token="<|end_of_text|>")
+    answers = [f"{hour}:{minute:02d}" for hour in range(1, 13) for minute in range(60)]
+    shares = {row.policy: row.share for row in _coverage([("?\n", a) for a in answers], tokenizer)}
+    digits = sum(len(a) - 1 for a in answers)
+    assert shares["integers"] == 1 - 12 * 10 * 2 / digits and shares["all_integers"] == 1
+
+
+def _coverage(pairs, tokenizer=None):
+    tokenizer = tokenizer or llama_like()
     encoded = encode_source(ListSource(pairs), tokenizer, max_length=100)
     return measure_coverage(encoded, tokenizer.backend, [answer for _, answer in pairs])
 

@@ -175,7 +175,7 @@ def evaluation_table(summary: Row) -> str:
     inputs, metrics = summary["inputs"], summary["metrics"]
     percent = lambda name: f"{100 * metrics[name]:.2f} %" if _is_number(metrics.get(name)) else "-"
     lines = [
-        *((name, _printable(value, 80)) for name, value in inputs.items()),
+        *((name, _printable(value, 80)) for name, value in inputs.items() if value is not None),
         ("accuracy", f"{percent('accuracy')} of {metrics['n']:,} predictions"),
         ("95 % interval", f"{percent('accuracy_low')} to {percent('accuracy_high')}"),
         ("parse failures", f"{metrics['parse_failures']:,} ({percent('parse_failure_rate')}) state no number"),
