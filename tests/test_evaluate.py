@@ -252,7 +252,7 @@ def test_flags_that_do_not_fit_are_refused(flags, words, tmp_path, monkeypatch):
 
 def test_what_a_run_does_not_have_is_refused(run, tmp_path):
     for flags, words in [
-        (["--step=3"], "step 3 was passed over: it does not exist"),
+        (["--step=3"], "does not hold step 3"),
         (["--split=intrepolate"], "did you mean interpolate"),
         (["--variant=big"], "variant=big: not known"),
         (["--eval_examples=25"], "has 24 examples"),
