@@ -48,7 +48,8 @@ def main() -> None:
 
     def run_reference() -> np.ndarray:
         with torch.no_grad():
-            rows = reference.generate(torch.as_tensor(ids), attention_mask=torch.as_tensor(mask), generation_config=theirs)
+            inputs = {"input_ids": torch.as_tensor(ids), "attention_mask": torch.as_tensor(mask)}
+            rows = reference.generate(**inputs, generation_config=theirs)
         return rows[:, PROMPT:].numpy()
 
     def run_port() -> np.ndarray:

@@ -8,6 +8,7 @@ import math
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 
 from smmd_jax.backbones import BACKBONES, Decoder, DecoderConfig, RopeConfig, VisionLanguageConfig
@@ -42,6 +43,12 @@ FAMILIES = {
         local_rope=RopeConfig(theta=1e4),
     ),
 }
+
+
+# Two families of every kind of layer always; the others where slow tests run.
+EACH_FAMILY = [
+    pytest.param(name, marks=[] if name in ("smollm3", "gemma3_text") else [pytest.mark.slow]) for name in FAMILIES
+]
 
 
 @functools.cache

@@ -243,6 +243,7 @@ def _prepare_in_process(folder: str, results) -> None:
     results.put(prepare(tiny_config(train=3000), data_dir=folder).info.metadata["train"])
 
 
+@pytest.mark.slow
 def test_two_processes_may_prepare_at_once(tmp_path):
     context = multiprocessing.get_context("spawn")
     results = context.Queue()

@@ -210,6 +210,7 @@ def test_a_model_that_cannot_be_had_gives_one_paragraph(monkeypatch, error, word
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: token)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)  # another test may have set the variable
     with pytest.raises(UsageError, match=words) as refused:
         make_backbone(make_config("org/big"))
     text = explain(refused.value)

@@ -398,6 +398,7 @@ KILLED = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase, newest", [("writing", 1), ("hashing", 1), ("manifest", 1), ("deleting", 2)])
 def test_kill_in_any_phase_of_a_save_leaves_a_verified_step_and_a_usable_folder(tmp_path, phase, newest):
     command = [sys.executable, "-c", textwrap.dedent(KILLED), phase, str(tmp_path)]

@@ -322,6 +322,7 @@ def test_each_row_of_a_vmapped_batch_is_on_its_own():
         chex.assert_trees_all_close(jax.tree.map(lambda part, i=i: part[i], found), wanted, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @every_form
 @every_path
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -95,6 +95,7 @@ def test_a_dry_run_compiles_shows_examples_and_memory_and_writes_nothing(data_di
         assert all(number in "0123456789" for number in numbers)
 
 
+@pytest.mark.slow
 def test_a_trace_appears_only_under_debug(tmp_path):
     """A run folder below a file cannot be made: storage, exit 5."""
     (tmp_path / "file").write_text("")

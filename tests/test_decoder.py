@@ -170,7 +170,13 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+# Tracing a model of many layers takes as long as it is deep.
+QUICK = ("tiny", "smollm2-135m")
+
+
+@pytest.mark.parametrize(
+    "preset", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in PRESETS]
+)
 def test_presets_have_the_published_number_of_parameters(preset):
     count = sum(leaf.size for leaf in jax.tree.leaves(abstract_state(PRESETS[preset])))
     if preset in PUBLISHED:

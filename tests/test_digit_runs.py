@@ -124,6 +124,7 @@ def test_segment_ids_of_another_shape_or_type_are_refused(row, segment_ids):
         LOSSES[row].function(logits, targets, make_kernel(row), segment_ids=segment_ids)
 
 
+@pytest.mark.slow
 @every_sequence_row
 def test_segment_ids_of_64_bits_stay_apart(row):
     """Cut to 32 bits, the second would be padding and the third the first."""

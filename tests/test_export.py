@@ -100,7 +100,9 @@ def model_of(workdir):
 IDS = jnp.array([TOKENIZER.encode("What is 12 + 34?\n")])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "lora" else [pytest.mark.slow]) for kind in KINDS]
+)
 def test_the_folder_computes_what_the_run_does(runs, tmp_path, kind):
     workdir = runs(kind)
     trained, agreement = export(workdir, tmp_path / "out", verify=True)

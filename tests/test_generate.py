@@ -153,6 +153,7 @@ def test_bad_requests_are_refused_with_a_sentence(arguments, error, message):
         generate(make_decoder("tiny"), **dict(input_ids=IDS, attention_mask=IDS, max_new_tokens=2) | arguments)
 
 
+@pytest.mark.slow
 def test_a_temperature_draws_from_the_softmax():
     """First tokens of many equal rows follow softmax(logits / temperature): no token beyond five standard errors."""
     model, count = make_decoder("qwen2"), 4000

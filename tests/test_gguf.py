@@ -92,6 +92,7 @@ def test_the_halves_of_a_head_come_apart_as_worked_out_by_hand():
     assert _halves(stored, 2)[:, 0].tolist() == list(range(8))
 
 
+@pytest.mark.slow
 @pytest.mark.parity
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_converted_model_gives_the_logits_it_was_written_with(tmp_path, tied):

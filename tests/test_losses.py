@@ -49,7 +49,8 @@ TOLERANCE = 2e-5
 
 
 def rows_by_size(rows, sizes):
-    return [(row, size) for row in rows for size in sizes if size == 10 or not REFERENCES[row].digits_only]
+    pairs = [(row, size) for row in rows for size in sizes if size == 10 or not REFERENCES[row].digits_only]
+    return [pytest.param(*pair, marks=[pytest.mark.slow] if pair[1] == 1000 else []) for pair in pairs]
 
 
 def test_every_row_has_a_reference():

@@ -379,6 +379,7 @@ def transformed(function, array, targets, kernel):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [20, 60], ids=["within the capacity", "beyond it"])
 @pytest.mark.parametrize(("function", "dense"), [(smmd_loss, dense_smmd), (of_hidden, dense_of_hidden)])
 def test_blocks_work_under_every_transformation(function, dense, count):
@@ -388,6 +389,7 @@ def test_blocks_work_under_every_transformation(function, dense, count):
     assert_close(run(function, array, targets, kernel), run(dense, array, targets, kernel))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [smmd_loss, of_hidden])
 def test_blocks_give_the_same_with_and_without_jit(function):
     logits, targets, _ = make_large_problem(60, (2, 64))

@@ -67,6 +67,7 @@ def make_inputs(side="left"):
     return ids, mask, images
 
 
+@pytest.mark.slow
 def test_left_and_right_padding_give_the_same():
     model = make_model()
     logits = []
@@ -81,6 +82,7 @@ def test_left_and_right_padding_give_the_same():
     np.testing.assert_array_equal(*tokens)
 
 
+@pytest.mark.slow
 def test_the_cache_continues_what_one_pass_computes():
     model = make_model()
     ids, mask, images = make_inputs()
@@ -99,6 +101,7 @@ def test_the_cache_continues_what_one_pass_computes():
     assert grown.keys[1] is cache.keys[1], "the keys of the images are made once"
 
 
+@pytest.mark.slow
 def test_without_images_the_layers_that_read_them_are_skipped():
     model = make_model()
     ids = np.array([[1, 2, 3, 4]])
@@ -181,6 +184,7 @@ def test_the_image_token_is_read_and_never_predicted():
         check_targets(ids, V)
 
 
+@pytest.mark.slow
 def test_narrow_products_stay_close():
     ids, mask, images = make_inputs()
     wide = np.asarray(make_model()(ids, attention_mask=mask, images=images))[mask == 1]

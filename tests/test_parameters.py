@@ -104,6 +104,7 @@ def test_bfloat16_products_train_with_float32_moments(data_dir, param_dtype, gra
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim} == {"float32"}
 
 
+@pytest.mark.slow
 def test_adapters_in_scanned_and_rematerialised_layers_run_end_to_end_and_resume_bitwise(
     tmp_path, data_dir, monkeypatch
 ):

@@ -78,6 +78,7 @@ def test_the_straight_run_is_a_hard_one(straight):
     assert [row["step"] for row in rows_of(straight[0], "eval.jsonl")] == [6, 12]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault, saved",
     [
@@ -113,6 +114,7 @@ def test_a_stop_signal_saves_and_the_same_command_goes_on_bitwise(fault, saved, 
     assert_same_run(folder, straight, data_dir, examples)
 
 
+@pytest.mark.slow
 def test_a_process_killed_in_an_evaluation_is_gone_on_with_bitwise(straight, data_dir, tmp_path):
     """kill -9, in a process of its own; test_cli.py kills at every other phase."""
     folder, examples = tmp_path / "run", tmp_path / "examples.jsonl"

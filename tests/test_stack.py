@@ -10,11 +10,11 @@ import pytest
 from flax import nnx
 
 from smmd_jax.backbones import Decoder, DecoderConfig, stack_layers, unstack_layers
-from tests.decoders import FAMILIES, make_decoder, padded, run, sequences
+from tests.decoders import EACH_FAMILY, FAMILIES, make_decoder, padded, run, sequences
 from tests.programs import equations, temporaries
 from train.generate import generate
 
-each_family = pytest.mark.parametrize("family", FAMILIES)
+each_family = pytest.mark.parametrize("family", EACH_FAMILY)
 
 
 @functools.cache

@@ -169,6 +169,7 @@ def test_adam_curves_agree_over_devices():
     np.testing.assert_allclose([row["loss"] for row in one], [row["loss"] for row in eight], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_logged_values_are_the_means_of_the_losses():
     batch, graphdef_parameters = one_a_row(), start()
     model = nnx.merge(*graphdef_parameters)

@@ -34,7 +34,14 @@ def config(task, files, **given):
     return make_config({"task": task, **small, **folders, **given}, tables=TABLES)
 
 
-@pytest.mark.parametrize(("task", "variant"), [("gsm8k", "plain_stripped"), ("svamp", "plain"), ("jsonl", "plain")])
+@pytest.mark.parametrize(
+    ("task", "variant"),
+    [
+        pytest.param("gsm8k", "plain_stripped", marks=pytest.mark.slow),
+        pytest.param("svamp", "plain", marks=pytest.mark.slow),
+        ("jsonl", "plain"),
+    ],
+)
 def test_a_text_task_trains_and_is_graded(files, monkeypatch, task, variant):
     before = sorted(files.rglob("*"))
     given = config(task, files, variant=variant)
