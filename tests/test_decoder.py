@@ -230,3 +230,21 @@ IDS = np.ones((2, 4), np.int32)
 def test_arrays_of_the_wrong_kind_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         make_decoder("tiny").hidden(**arguments)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+def test_no_rows_and_no_tokens_are_refused(shape):
+    with pytest.raises(ValueError, match="wanted at least one row and one token"):
+        make_decoder("qwen2").hidden(np.zeros(shape, np.int32))
+
+
+def test_ids_beyond_32_bits_are_no_other_tokens():
+    model = make_decoder("qwen2")
+    assert np.isnan(model(np.array([[3, 2**32 + 3]]))[0, 1]).all()
+    assert np.isfinite(model(np.array([[3, 4]], np.uint64))).all()
+
+
+def test_an_unknown_rematerialisation_is_refused():
+    for remat in ("half", ["full"], None):
+        with pytest.raises(ValueError, match="is unknown, wanted one of none, full, dots"):
+            Decoder(FAMILIES["tiny"], rngs=nnx.Rngs(0), remat=remat)

@@ -9,6 +9,7 @@ from smmd_jax.backbones.images import (
     bucket_length,
     check_image_tokens,
     in_blocks,
+    named_arrays,
     pack_images,
     patches_of,
     place_features,
@@ -120,3 +121,28 @@ def test_positions_count_an_image_by_its_longer_side_and_padding_not_at_all():
 def test_positions_need_the_images_of_the_prompt(row, grids, words):
     with pytest.raises(ValueError, match=words):
         grid_positions(np.array([row]), np.array(grids).reshape(-1, 3), image_token_id=IMAGE, merge=2)
+
+
+@pytest.mark.parametrize(
+    "images, error, words",
+    [
+        ([1], TypeError, "images is list, wanted a dict of arrays: pixel_values, image_sizes"),
+        ({1: 2}, TypeError, "wanted a dict of arrays"),
+        ({}, ValueError, "images hold nothing, wanted pixel_values, image_sizes"),
+        ({"pixel_values": 0, "image_grid_thw": 0}, ValueError, "images hold image_grid_thw, pixel_values, wanted"),
+        ({"pixel_values": None}, ValueError, r"pixel_values has shape \[\], wanted \[I, 3, H, W\]"),
+        ({"pixel_values": [[1.0], [1.0, 2.0]]}, ValueError, "pixel_values is ragged"),
+        ({"pixel_values": np.zeros((1, 1, 4, 4))}, ValueError, r"has shape \[1, 1, 4, 4\], wanted \[I, 3, H, W\]"),
+        ({"pixel_values": np.zeros((1, 3, 4, 4), int)}, TypeError, "wanted the floating point numbers"),
+        ({"pixel_values": np.full((1, 3, 4, 4), np.nan)}, ValueError, "holds NaN or infinity"),
+        ({"image_sizes": np.array([[4.0, 4.0]])}, TypeError, "image_sizes is float64, wanted integers"),
+        ({"image_sizes": np.array([[-4, 4]])}, ValueError, "image_sizes holds -4 to 4, wanted non-negative"),
+        ({"image_sizes": np.array([[4, 1 << 40]])}, ValueError, "wanted non-negative 32-bit integers"),
+        ({"image_sizes": np.array([4, 4])}, ValueError, r"image_sizes has shape \[2\], wanted \[I, 2\]"),
+    ],
+)
+def test_arrays_of_a_processor_are_checked_on_the_host(images, error, words):
+    if isinstance(images, dict) and images.keys() <= {"pixel_values", "image_sizes"} and images:
+        images = {"pixel_values": np.zeros((1, 3, 4, 4)), "image_sizes": np.array([[4, 4]]), **images}
+    with pytest.raises(error, match=words):
+        named_arrays(images, pixel_values="float I 3 H W", image_sizes="int I 2")

@@ -220,7 +220,7 @@ def change(name, index, value):
         (change("aspect_ratio_ids", (1, 1), 0), "row 1 holds 2 image tokens .id 31. and 1 images"),
         (change("aspect_ratio_ids", (0, 0), 9), "go from 0 to 9, wanted 0 .no image. to 8"),
         (lambda images: images.update(pixel_values=images["pixel_values"][:, :1]), r"pixel_values has shape \[2, 1"),
-        (lambda images: images.update(aspect_ratio_ids=np.array([1, 1])), r"wanted \[2, images\]"),
+        (lambda images: images.update(aspect_ratio_ids=np.array([1, 1])), r"wanted \[B, images\]"),
     ],
 )
 def test_images_that_do_not_fit_are_refused(fault, message):

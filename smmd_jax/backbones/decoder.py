@@ -17,6 +17,7 @@ from smmd_jax.backbones.norm import RMSNorm
 from smmd_jax.backbones.products import wide_einsum
 from smmd_jax.backbones.rope import rope_rotation
 from smmd_jax.backbones.stack import REMAT, run_scanned, run_unrolled, stack_modules, unstack_modules
+from smmd_jax.backbones.token_ids import as_token_ids
 
 
 def default_positions(
@@ -53,8 +54,6 @@ def _prompt(input_ids, attention_mask, positions, segment_ids) -> tuple[Tokens, 
 def _check_arrays(config: DecoderConfig, input_ids, images, **others):
     if images is not None:
         raise ValueError(f"got images, but {config.model_type} is a text backbone: leave images out or load a VLM")
-    if input_ids.ndim != 2 or not jnp.issubdtype(input_ids.dtype, jnp.integer):
-        raise ValueError(f"input_ids is {input_ids.dtype}{list(input_ids.shape)}, wanted integers [B, T]")
     for name, array in others.items():
         if array is None:
             continue
@@ -110,7 +109,7 @@ class Decoder(nnx.Module):
         scan_layers: bool = False,
         remat: str = "none",
     ):
-        if remat not in REMAT:
+        if not isinstance(remat, str) or remat not in REMAT:
             raise ValueError(f"remat {remat!r} is unknown, wanted one of {', '.join(REMAT)}")
         if scan_layers and config.cross_layers:
             raise ValueError(
@@ -195,7 +194,7 @@ class Decoder(nnx.Module):
         Raises:
             ValueError, TypeError: arrays that are not [B, T] or not integers; images for a text backbone.
         """
-        input_ids = jnp.asarray(input_ids)
+        input_ids = as_token_ids(input_ids)
         _check_arrays(
             self.config, input_ids, images, attention_mask=attention_mask, positions=positions, segment_ids=segment_ids
         )

@@ -1,8 +1,9 @@
 """Images as a vision tower reads them: patches in blocks, where each lies, and which token each feature replaces."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -131,6 +132,47 @@ def patches_of(pixels: Float[np.ndarray, "channels H W"], patch: int, merge: int
         raise ValueError(f"an image is {height} x {width} pixels, wanted multiples of {patch * merge}")
     cut = pixels.reshape(channels, height // patch, patch, width // patch, patch)
     return in_blocks(cut.transpose(1, 3, 0, 2, 4), merge).reshape(-1, channels * patch * patch)
+
+
+def named_arrays(images: Mapping[str, Any], **wanted: str) -> list[np.ndarray]:
+    """Return the arrays of these names on the host, and refuse any other.
+
+    Args:
+        images: what a processor returned.
+        wanted: name -> kind and axes, as "float I 3 H W" or "int I 2"; a number is the length of its axis.
+
+    Raises:
+        ValueError: unknown or missing names, other axes, numbers that are not finite or negative integers.
+        TypeError: no mapping of names, or an array of another kind.
+    """
+    if not isinstance(images, Mapping) or not all(isinstance(name, str) for name in images):
+        raise TypeError(f"images is {type(images).__name__}, wanted a dict of arrays: {', '.join(wanted)}")
+    if set(images) != set(wanted):
+        raise ValueError(f"images hold {', '.join(sorted(images)) or 'nothing'}, wanted {', '.join(wanted)}")
+    return [_host_array(name, images[name], *form.split()) for name, form in wanted.items()]
+
+
+def _host_array(name: str, value: Any, kind: str, *axes: str) -> np.ndarray:
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise ValueError(f"{name} is ragged, wanted an array [{', '.join(axes)}]") from error
+    fits = array.ndim == len(axes) and all(
+        not axis.isdigit() or int(axis) == length for axis, length in zip(axes, array.shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"{name} has shape {list(array.shape)}, wanted [{', '.join(axes)}]")
+    if kind == "int":
+        if array.dtype != bool and not np.issubdtype(array.dtype, np.integer):
+            raise TypeError(f"{name} is {array.dtype}, wanted integers")
+        if (array < 0).any() or (array > np.iinfo(np.int32).max).any():
+            raise ValueError(f"{name} holds {array.min()} to {array.max()}, wanted non-negative 32-bit integers")
+        return array.astype(np.int32)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"{name} is {array.dtype}, wanted the floating point numbers of an image processor")
+    if not np.isfinite(array.astype(np.float32)).all():
+        raise ValueError(f"{name} holds NaN or infinity: the image was not read")
+    return array
 
 
 def check_image_tokens(input_ids: np.ndarray, image_token_id: int, features: int) -> None:

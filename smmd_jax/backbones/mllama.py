@@ -8,11 +8,18 @@ from jaxtyping import Array, ArrayLike, Float, Int
 
 from smmd_jax.backbones.cross_layer import ImageStates
 from smmd_jax.backbones.decoder import Decoder
+from smmd_jax.backbones.images import named_arrays
 from smmd_jax.backbones.mllama_vision import MllamaVision, TiledImages
+from smmd_jax.backbones.token_ids import as_token_ids
 from smmd_jax.backbones.vision import linear
-from smmd_jax.backbones.vlm import VisionLanguageConfig, VisionLanguageModel, named_arrays
+from smmd_jax.backbones.vlm import VisionLanguageConfig, VisionLanguageModel
 
-_NAMES = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask")
+_ARRAYS = {
+    "pixel_values": "float B images tiles channels H W",
+    "aspect_ratio_ids": "int B images",
+    "aspect_ratio_mask": "int B images tiles",
+    "cross_attention_mask": "int B T images tiles",
+}
 
 
 class Mllama(VisionLanguageModel):
@@ -46,11 +53,11 @@ class Mllama(VisionLanguageModel):
         positions: ArrayLike | None = None,
     ) -> tuple[Int[Array, "B T"], TiledImages | None, ArrayLike | None]:
         if images is None or isinstance(images, TiledImages):
-            return jnp.asarray(input_ids), images, positions
+            return as_token_ids(input_ids), images, positions
         if isinstance(input_ids, jax.core.Tracer):
             raise ValueError("images came as a dict into a traced function: call `prepare` outside and pass its result")
-        host_ids = np.asarray(input_ids)
-        pixels, ids, there, reads = named_arrays(images, *_NAMES)
+        host_ids = np.asarray(as_token_ids(input_ids))
+        pixels, ids, there, reads = named_arrays(images, **_ARRAYS)
         self._check_shapes(host_ids, pixels, ids, there, reads)
         self._check_counts(host_ids, attention_mask, ids)
         tiled = TiledImages(
@@ -77,7 +84,7 @@ class Mllama(VisionLanguageModel):
         vision = self.config.vision
         batch, length = input_ids.shape
         size = (vision.channels, vision.image_size, vision.image_size)
-        if ids.ndim != 2 or len(ids) != batch:
+        if len(ids) != batch:
             raise ValueError(f"aspect_ratio_ids has shape {list(ids.shape)}, wanted [{batch}, images]")
         images = (ids.shape[1], vision.max_tiles)
         for name, array, wanted in (
@@ -87,7 +94,7 @@ class Mllama(VisionLanguageModel):
         ):
             if array.shape != wanted:
                 raise ValueError(f"{name} has shape {list(array.shape)}, wanted {list(wanted)}")
-        if ids.min(initial=0) < 0 or ids.max(initial=0) > vision.aspect_ratios:
+        if ids.max(initial=0) > vision.aspect_ratios:
             raise ValueError(
                 f"aspect_ratio_ids go from {ids.min()} to {ids.max()}, wanted 0 (no image) to {vision.aspect_ratios}"
             )

@@ -11,10 +11,18 @@ from jaxtyping import Array, ArrayLike, Float, Int
 from smmd_jax.backbones.cache import Cache
 from smmd_jax.backbones.config import DecoderConfig
 from smmd_jax.backbones.decoder import Decoder
-from smmd_jax.backbones.images import PatchedImages, check_image_tokens, pack_images, patches_of, place_features
+from smmd_jax.backbones.images import (
+    PatchedImages,
+    check_image_tokens,
+    named_arrays,
+    pack_images,
+    patches_of,
+    place_features,
+)
 from smmd_jax.backbones.mllama_vision import TiledImages
 from smmd_jax.backbones.pixtral import Mistral3Projector, Pixtral
 from smmd_jax.backbones.qwen_vision import QwenVision, grid_positions
+from smmd_jax.backbones.token_ids import as_token_ids
 from smmd_jax.backbones.vision import VisionConfig
 
 
@@ -152,10 +160,10 @@ class VisionLanguageModel(nnx.Module):
                 features.
         """
         if images is None or isinstance(images, PatchedImages):
-            return jnp.asarray(input_ids), images, positions
+            return as_token_ids(input_ids), images, positions
         if isinstance(input_ids, jax.core.Tracer):
             raise ValueError("images came as a dict into a traced function: call `prepare` outside and pass its result")
-        host_ids = np.asarray(input_ids)
+        host_ids = np.asarray(as_token_ids(input_ids))
         packed, grids = self.pack(images)
         merge = self.config.vision.merge_size
         check_image_tokens(host_ids, self.config.image_token_id, int((np.asarray(packed.order) >= 0).sum()))
@@ -201,8 +209,8 @@ class Mistral3(VisionLanguageModel):
         self.language_model = Decoder(config.text, **options, **decoder)
 
     def pack(self, images: dict) -> tuple[PatchedImages, Int[np.ndarray, "I 3"]]:
-        pixels, sizes = named_arrays(images, "pixel_values", "image_sizes")
         vision = self.config.vision
+        pixels, sizes = named_arrays(images, pixel_values=f"float I {vision.channels} H W", image_sizes="int I 2")
         if len(pixels) != len(sizes):
             raise ValueError(f"pixel_values hold {len(pixels)} images and image_sizes {len(sizes)}: make them equal")
         cut = [
@@ -232,10 +240,15 @@ class Qwen2_5VL(VisionLanguageModel):
         self.language_model = Decoder(config.text, **options, **decoder)
 
     def pack(self, images: dict) -> tuple[PatchedImages, Int[np.ndarray, "I 3"]]:
-        pixels, grids = named_arrays(images, "pixel_values", "image_grid_thw")
         vision = self.config.vision
+        pixels, grids = named_arrays(
+            images, pixel_values=f"float patches {vision.patch_numbers}", image_grid_thw="int I 3"
+        )
+        if not len(grids):
+            raise ValueError("image_grid_thw holds no images: leave images out")
         if (grids[:, 0] != 1).any():
-            raise ValueError(f"image_grid_thw has {grids[:, 0].max()} frames, wanted 1: only single images are read")
+            found = next(frames for frames in grids[:, 0].tolist() if frames != 1)
+            raise ValueError(f"image_grid_thw has {found} frames, wanted 1: only single images are read")
         ends = np.cumsum(grids.prod(1))
         if len(pixels) != ends[-1]:
             raise ValueError(f"pixel_values hold {len(pixels)} patches and image_grid_thw asks for {ends[-1]}")
@@ -247,10 +260,3 @@ class Qwen2_5VL(VisionLanguageModel):
 
     def image_features(self, images: PatchedImages) -> Float[Array, "I cells D"]:
         return self.visual(images)
-
-
-def named_arrays(images: dict, *names: str) -> list[np.ndarray]:
-    """Return the arrays of these names, and refuse any other."""
-    if set(images) != set(names):
-        raise ValueError(f"images hold {', '.join(sorted(images)) or 'nothing'}, wanted {', '.join(names)}")
-    return [np.asarray(images[name]) for name in names]
