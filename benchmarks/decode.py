@@ -5,21 +5,17 @@ Needs the parity extra.
 """
 
 import argparse
-import importlib.metadata
-import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import jax
 import numpy as np
 import torch
 import transformers
 
-from benchmarks.timing import describe_machine, interleave, summarise
+from benchmarks.timing import interleave, summarise, write_result
 from smmd_jax.backbones import PRESETS, load_pretrained
 from smmd_jax.backbones.hf_fields import hf_fields
 from train.generate import generate
@@ -73,15 +69,7 @@ def main() -> None:
     for row in rows:
         print("  ".join(f"{key} {value:.4g}" if isinstance(value, float) else value for key, value in row.items()))
     if options.json:
-        versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "torch", "transformers")}
-        result = {
-            "command": " ".join(["python -m benchmarks.decode", *sys.argv[1:]]),
-            "machine": f"{describe_machine()}, {jax.default_backend()}",
-            "versions": versions,
-            "rows": rows,
-        }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_result(options.json, "benchmarks.decode", rows, ("jax", "jaxlib", "torch", "transformers"))
 
 
 if __name__ == "__main__":

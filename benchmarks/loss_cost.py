@@ -4,8 +4,6 @@ Ratios are to optax's cross entropy on the same arrays; torch's columns appear w
 """
 
 import argparse
-import importlib.metadata
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +15,7 @@ import numpy as np
 import optax
 
 from benchmarks.naive import naive_smmd_loss
-from benchmarks.timing import describe_machine, interleave, summarise
+from benchmarks.timing import interleave, summarise, write_result
 from smmd_jax import (
     chunked_cross_entropy_and_numeric,
     chunked_loss_sums,
@@ -235,22 +233,7 @@ def main() -> None:
     operands = (hidden, head, jnp.asarray(draw_targets(kernel, count, width)), kernel)
     rows += measure(setting, hidden_programs(), operands, (0, 1), rounds)
     if options.json:
-        versions = {name: _version(name) for name in ("jax", "jaxlib", "optax", "numpy", "torch", "ntloss")}
-        result = {
-            "command": " ".join(["python -m benchmarks.loss_cost", *sys.argv[1:]]),
-            "machine": f"{describe_machine()}, {jax.default_backend()}",
-            "versions": versions,
-            "rows": rows,
-        }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+        write_result(options.json, "benchmarks.loss_cost", rows, ("jax", "jaxlib", "optax", "numpy", "torch", "ntloss"))
 
 
 if __name__ == "__main__":

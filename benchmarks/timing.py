@@ -1,11 +1,17 @@
 """Times of several programs side by side: interleaved, the order reversed every other round, medians and minima."""
 
+import importlib.metadata
+import json
 import os
 import platform
 import statistics
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import jax
 
 
 def interleave(programs: Mapping[str, Callable[[], Any]], *, rounds: int) -> dict[str, list[float]]:
@@ -37,6 +43,25 @@ def summarise(seconds: Mapping[str, list[float]], base: str) -> dict[str, dict[s
         }
         for name in seconds
     }
+
+
+def write_result(path: Path, module: str, rows: Sequence[Mapping[str, Any]], packages: Sequence[str]) -> None:
+    """Write the rows of a benchmark with its command, the machine and the versions of the packages (null: absent)."""
+    result = {
+        "command": " ".join([f"python -m {module}", *sys.argv[1:]]),
+        "machine": f"{describe_machine()}, {jax.default_backend()}",
+        "versions": {name: _version(name) for name in packages},
+        "rows": rows,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def describe_machine() -> str:
