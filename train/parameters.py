@@ -123,8 +123,17 @@ def _fingerprint(config: TrainConfig, backbone: Backbone) -> str:
         source: Any = config.seed
     else:
         source = sorted((path.name, _sample(path)) for path in backbone.folder.glob("*.safetensors"))
-    text = json.dumps([repr(backbone.config), config.stored_dtype, source])
+    text = json.dumps([_changed(backbone.config), config.stored_dtype, source], default=_changed, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _changed(config: Any) -> dict[str, Any]:
+    """The fields that differ from their defaults: a field that is new tomorrow leaves today's runs alone."""
+    return {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if getattr(config, field.name) != field.default
+    }
 
 
 def _sample(path: Path) -> str:
