@@ -40,6 +40,7 @@ def test_help_lists_every_flag_with_its_default_and_starts_no_library():
     assert not imported & {"flax", "orbax.checkpoint", "matplotlib", "torch", "tensorflow"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags, words",
     [

@@ -11,6 +11,7 @@ from flax import nnx
 from smmd_jax import make_numeric_vocab
 from smmd_jax.backbones import BACKBONES, PRESETS, SHARDING_RULES, Decoder, DecoderConfig
 from tests.decoders import (
+    EACH_FAMILY,
     FAMILIES,
     V,
     abstract_state,
@@ -21,8 +22,6 @@ from tests.decoders import (
     run,
     sequences,
 )
-
-each_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 def packed(rows, width):
@@ -35,7 +34,7 @@ def packed(rows, width):
     return {"input_ids": ids, "segment_ids": segments}
 
 
-@each_family
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_padded_and_packed_rows_equal_the_float64_reference_and_each_other(family):
     model, rows = make_decoder(family), sequences()
     left, right = run(model, **padded(rows, "left")), run(model, **padded(rows, "right", pad=5))

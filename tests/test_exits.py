@@ -79,6 +79,15 @@ def test_success_and_returned_codes_pass_through(capsys):
     assert capsys.readouterr().err == "words\n"
 
 
+def test_an_output_that_nobody_reads_ends_the_command_without_a_word():
+    code = "import sys; from train.exits import run_guarded; run_guarded(lambda argv: print('a line'), sys.argv)"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_a_paragraph_has_no_blank_line_and_no_secret(capsys):
     run(raising(train.exits.UsageError(f"two\n\n  lines {SECRET} https://me:pass@host/x")), "--debug")
     text = capsys.readouterr().err

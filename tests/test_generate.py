@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from smmd_jax.backbones import Decoder
-from tests.decoders import FAMILIES, make_decoder, padded, reference_logits, run, sequences
+from tests.decoders import EACH_FAMILY, FAMILIES, make_decoder, padded, reference_logits, run, sequences
 from train import generate as generate_module
 from train.generate import generate
 
@@ -26,7 +26,7 @@ def reference_tokens(model, prompt, count):
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_cached_tokens_equal_repeated_full_forwards_with_both_paddings(family):
     model = make_decoder(family)
     wanted = [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
@@ -165,6 +165,7 @@ def test_a_temperature_draws_from_the_softmax():
     assert (found > 0).sum() > 3
 
 
+@pytest.mark.slow
 def test_draws_repeat_by_key_and_do_not_depend_on_later_rows():
     model = make_decoder("qwen2")
     draw = lambda rows, seed: np.asarray(

@@ -75,6 +75,7 @@ SPECTRA = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPECTRA)
 def test_alpha_and_spectra(name):
     values, options, mean_degree, alpha, gram_range, form_range = SPECTRA[name]
@@ -94,6 +95,7 @@ def test_laplacian_of_the_digits_has_one_zero_eigenvalue():
     np.testing.assert_allclose(spectrum[[0, 1, -1]], [0, 0.824493, 4.922918], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_repeated_values_make_the_kernel_singular_with_rank_1000_and_the_form_not():
     gram = rbf_kernel(np.asarray(ALL_DIGIT_STRINGS, float))
     assert np.sum(np.linalg.eigvalsh(gram) > 1e-9) == 1000

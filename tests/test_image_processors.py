@@ -122,6 +122,7 @@ def test_tiles_by_hand():
     assert fit_to_tiles(10_000, 3, tile=560, max_tiles=4) == ((4, 1), (2240, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "most"), [("mistral3", 11), ("qwen2_5_vl", 11), ("mllama", 1)])
 def test_two_hundred_sizes_give_a_handful_of_shapes(family, most):
     """A program is compiled for each shape; from 4 to 400 patches there are two a doubling."""

@@ -69,6 +69,7 @@ def test_moved_adapters_add_their_product_and_equal_the_merged_matrix(alpha):
     assert np.abs(logits - run(make_decoder(FAMILY), input_ids=IDS)).max() > 0.1
 
 
+@pytest.mark.slow
 def test_stacked_layers_take_the_same_adapters_and_merge_the_same():
     plain = adapted("smollm3", rank=2)
     parameters = moved(pure(plain))

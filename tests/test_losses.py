@@ -237,6 +237,7 @@ def test_close_to_the_target_the_digits_stay(row, size, missing):
 # promises of every row
 
 
+@pytest.mark.slow
 class EveryVariant(chex.TestCase):
     """Each row jitted and not, with arrays on the device and in NumPy, the kernel being an argument."""
 

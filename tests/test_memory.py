@@ -417,6 +417,7 @@ def test_blocks_work_inside_shards(form, check_vma):
     assert_close(found, values_and_gradients(function, arrays, weights, targets, kernel))
 
 
+@pytest.mark.slow
 def test_logits_sharded_over_the_vocabulary_are_never_gathered():
     """Under jit with shardings alone, the collectives move numeric columns and row indices, no [rows, V]."""
     logits, targets, _ = make_large_problem(100)

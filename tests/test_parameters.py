@@ -91,6 +91,7 @@ def test_adapters_do_not_depend_on_the_cut_into_micro_batches(data_dir):
     jax.tree.map(near, *states)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("param_dtype, grad_accum", [("float32", 1), ("bfloat16", 2)])
 def test_bfloat16_products_train_with_float32_moments(data_dir, param_dtype, grad_accum):
     run = assembled(data_dir, "--dtype=bfloat16", f"--param_dtype={param_dtype}", f"--grad_accum={grad_accum}",

@@ -80,6 +80,7 @@ def test_public_classes_name_their_attributes(name):
     assert "Attributes:" in text and all(re.search(rf"^\s+{field}: ", text, re.MULTILINE) for field in fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [*modules_of(smmd_jax), *modules_of(train)])
 def test_examples_in_docstrings_are_true(module):
     result = doctest.testmod(importlib.import_module(module), verbose=False)

@@ -99,6 +99,7 @@ def hessian_of(function, logits, targets, kernel):
     return jax.hessian(total(function))(logits, targets, kernel)
 
 
+@pytest.mark.slow
 @every_row
 def test_hessian_follows_the_formula(row):
     targets = np.asarray(VOCAB.token_ids)[None, [2, 7]]

@@ -3,6 +3,7 @@
 import chex
 import jax
 import numpy as np
+import pytest
 from absl.testing import parameterized
 
 from smmd_jax import LOSSES, cross_entropy_loss, make_numeric_kernel, make_numeric_vocab
@@ -10,6 +11,7 @@ from smmd_jax import LOSSES, cross_entropy_loss, make_numeric_kernel, make_numer
 VOCAB = make_numeric_vocab({str(digit): 3 + digit for digit in range(10)})
 
 
+@pytest.mark.slow
 class VariantsTest(chex.TestCase, parameterized.TestCase):
     @chex.all_variants
     @parameterized.parameters(*LOSSES)

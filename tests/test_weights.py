@@ -95,6 +95,7 @@ def test_a_copy_keeps_names_dtypes_shards_and_companions_of_its_source(dtype, sh
         assert not (tmp_path / "copy" / INDEX_NAME).exists()
 
 
+@pytest.mark.slow
 def test_dtypes_are_those_of_the_file_or_those_asked_for(tmp_path):
     source = save_source(tmp_path / "source", dtype="bfloat16")
     kinds = lambda model: {leaf.dtype for leaf in jax.tree.leaves(parameters_of(model))}

@@ -96,6 +96,7 @@ EXIT_CODES = {
     6: "a loss or gradient was not finite",
     7: "another process of the run failed",
     8: "another process writes to the run folder",
+    141: "nobody reads the output any more",
     143: "stopped by SIGTERM after a verified save",
 }
 
@@ -215,6 +216,8 @@ def run_guarded(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]
         _quiet_libraries()
     try:
         code = main(argv) or 0
+    except BrokenPipeError:
+        code = _unread()
     except SystemExit as stop:
         if isinstance(stop.code, str):
             print(redact(stop.code), file=sys.stderr)
@@ -225,12 +228,23 @@ def run_guarded(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]
             sys.stderr.write(redact(traceback.format_exc()))
         print(explain(error, process_count=processes), file=sys.stderr)
         code = exit_code_of(error, process_count=processes)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = _unread()
     if code and _process_count() > 1:
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _unread() -> int:
+    """Give up an output that nobody reads any more, as `| head` leaves it, and return the shell's code for that."""
+    # Its buffer would fail once more at the exit.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
 
 
 def _quiet_libraries() -> None:
