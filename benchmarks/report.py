@@ -45,10 +45,11 @@ def summary(results: Mapping[str, Result]) -> str:
             shown = dict(zip(heads, row, strict=True))
             command = next(cell["command"] for cell in result["cells"] if cell["loss"] == shown["loss"])
             command = re.sub(r" --(seed|workdir)=\S+", "", command)
-            rows.append([result["task"], *(shown[column] for column in _SHORT_COLUMNS), f"`{command}`"])
+            what = f"{result['task']}, {result['backbone']}"
+            rows.append([what, *(shown[column] for column in _SHORT_COLUMNS), f"`{command}`"])
     if not rows:
         return "No result is committed yet.\n"
-    return table(["task", *_SHORT_COLUMNS, "command, with `--seed=0`, 1, ..."], rows)
+    return table(["task, backbone", *_SHORT_COLUMNS, "command, with `--seed=0`, 1, ..."], rows)
 
 
 def benchmarks(results: Mapping[str, Result]) -> str:

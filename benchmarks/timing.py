@@ -47,10 +47,18 @@ def summarise(seconds: Mapping[str, list[float]], base: str) -> dict[str, dict[s
 
 def write_result(path: Path, module: str, rows: Sequence[Mapping[str, Any]], packages: Sequence[str]) -> None:
     """Write the rows of a benchmark with its command, the machine and the versions of the packages (null: absent)."""
+    command = " ".join([f"python -m {module}", *sys.argv[1:]])
+    write_rows(path, command, rows, {name: _version(name) for name in packages})
+
+
+def write_rows(
+    path: Path, command: str, rows: Sequence[Mapping[str, Any]], versions: Mapping[str, str | None]
+) -> None:
+    """Write rows that `benchmarks.report` makes a table of."""
     result = {
-        "command": " ".join([f"python -m {module}", *sys.argv[1:]]),
+        "command": command,
         "machine": f"{describe_machine()}, {jax.default_backend()}",
-        "versions": {name: _version(name) for name in packages},
+        "versions": versions,
         "rows": rows,
     }
     path.parent.mkdir(parents=True, exist_ok=True)

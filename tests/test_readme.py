@@ -179,7 +179,7 @@ def test_the_writer_fills_every_block_from_the_json(tmp_path):
     page = "".join(f"<!-- results: {name} -->\nstale\n<!-- end of results -->\n" for name in BLOCKS)
     text = render(page, read_results(tmp_path))
     assert "stale" not in text
-    row = "| arith | ce | 2 | 91.50 ± 1.00 | 1.250 ± 0.500 | 6.3 ± 0.1 |"
+    row = "| arith, tiny | ce | 2 | 91.50 ± 1.00 | 1.250 ± 0.500 | 6.3 ± 0.1 |"
     assert f"{row} `python -m train.main --task=arith --loss=ce` |" in text
     assert "### arith" in text and "| ce | 2 | 91.50 ± 1.00 | 1.250 ± 0.500 | 0.00 ± 0.00 | - |" in text
     assert "| smmd | 1.012 |" in text and "Machine: cpu 2" in text
