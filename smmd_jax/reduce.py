@@ -60,7 +60,7 @@ def mean_from(
       TypeError: a sum or count that is not a real number.
 
     Example:
-      >>> mean_from(6.0, 3), mean_from(0.0, 0)
+      >>> mean_from(jnp.float32(6.0), jnp.int32(3)), mean_from(jnp.float32(0.0), jnp.int32(0))
       (Array(2., dtype=float32), Array(0., dtype=float32))
     """
     sum, count = _as_float32("mean_from: sum", sum), _as_float32("mean_from: count", count)

@@ -123,7 +123,8 @@ def numeric_mask(
 
     Example:
       >>> from smmd_jax.numeric_vocab import make_numeric_vocab
-      >>> numeric_mask(np.array([5, 6, 0]), make_numeric_vocab({"7": 5, "8": 6}))
+      >>> import jax.numpy as jnp
+      >>> numeric_mask(jnp.array([5, 6, 0]), make_numeric_vocab({"7": 5, "8": 6}))
       Array([ True,  True, False], dtype=bool)
     """
     check_vocabulary("numeric_mask", kernel)

@@ -92,7 +92,7 @@ def test_the_annotations_of_arrays_are_true():
     """Golden numbers and examples once more, with the shapes and types of every signature checked at each call."""
     tests = ["tests/test_golden.py", "tests/test_public_names.py::test_examples_in_docstrings_are_true"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.annotations", *tests,
-               "-k", "test_golden or smmd_jax and not backbones",
+               "-k", "test_golden or smmd_jax and not backbones", "-m", "not nightly",
                "--jaxtyping-packages=smmd_jax,tests.annotations.checked"]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
