@@ -231,8 +231,11 @@ def _prompts(
 
 
 def _kernel(objective: Objective, vocab: NumericVocab, config: TrainConfig) -> NumericKernel | NumericVocab:
-    if objective.spec.terms is None:
-        return vocab
+    return vocab if objective.spec.terms is None else make_kernel(vocab, config, terms=objective.spec.terms)
+
+
+def make_kernel(vocab: NumericVocab, config: TrainConfig, *, terms: str = "smmd") -> NumericKernel:
+    """Make the kernel that the flags describe; raises what `make_numeric_kernel` raises."""
     return make_numeric_kernel(
         vocab,
         kernel=config.kernel,
@@ -240,7 +243,7 @@ def _kernel(objective: Objective, vocab: NumericVocab, config: TrainConfig) -> N
         alpha=config.alpha,
         rescale=config.rescale,
         seed=config.seed,
-        terms=objective.spec.terms,
+        terms=terms,
     )
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from smmd_jax import NumericKernel, make_numeric_kernel, numeric_vocab_from_tokenizer
+from smmd_jax import NumericKernel, numeric_vocab_from_tokenizer
 from smmd_jax.errors import TokenizerError
+from train.assembly import make_kernel
 from train.backbone import make_backbone
 from train.config import TrainConfig
 from train.coverage import coverage_table
@@ -193,14 +194,7 @@ def _numeric_faults(encoded: EncodedExamples, numeric_ids: np.ndarray, config: T
 
 def _make_kernel(vocab, config: TrainConfig) -> NumericKernel:
     try:
-        return make_numeric_kernel(
-            vocab,
-            kernel=config.kernel,
-            sigma=config.sigma,
-            alpha=config.alpha,
-            rescale=config.rescale,
-            seed=config.seed,
-        )
+        return make_kernel(vocab, config)
     except (ValueError, TypeError) as error:
         raise UsageError(str(error)) from error
 

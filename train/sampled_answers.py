@@ -9,10 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from train.generate import generate
 from train.prompts import PromptBatch
 from train.regression_decoding import mean_of_samples, median_of_samples
-from train.scoring import answer_text
+from train.scoring import answer_text, answer_tokens
 from train.tokenizer import Tokenizer
 
 _DECIMALS = 12
@@ -49,17 +48,13 @@ def sample_answers(
         codes = np.array([_code(example.key) for example in rows], np.uint32)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), codes)
         drawn = [
-            np.asarray(
-                generate(
-                    model,
-                    batch.input_ids,
-                    attention_mask=batch.attention_mask,
-                    max_new_tokens=max_new_tokens,
-                    eos_ids=tokenizer.eos_ids,
-                    pad_id=tokenizer.pad_id,
-                    temperature=temperature,
-                    key=jax.vmap(jax.random.fold_in, (0, None))(keys, number),
-                )
+            answer_tokens(
+                model,
+                tokenizer,
+                batch,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                key=jax.vmap(jax.random.fold_in, (0, None))(keys, number),
             )
             for number in range(samples)
         ]

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int
 
 from train.generate import generate
 from train.graders import GRADERS, Grade
@@ -34,20 +35,28 @@ def answer_prompts(
     """
     answers = []
     for batch in batches:
-        tokens = np.asarray(
-            generate(
-                model,
-                batch.input_ids,
-                attention_mask=batch.attention_mask,
-                max_new_tokens=max_new_tokens,
-                eos_ids=tokenizer.eos_ids,
-                pad_id=tokenizer.pad_id,
-            )
-        )
+        tokens = answer_tokens(model, tokenizer, batch, max_new_tokens=max_new_tokens)
         # Rows past the examples only fill the shape.
         for example, row in zip(batch.examples, tokens[: len(batch.examples)].tolist(), strict=True):
             answers.append((example, answer_text(tokenizer, row)))
     return answers
+
+
+def answer_tokens(
+    model: Any, tokenizer: Tokenizer, batch: PromptBatch, *, max_new_tokens: int, **sampling: Any
+) -> Int[np.ndarray, "B new"]:
+    """Generate for a batch of prompts, as the tokenizer ends and pads; `sampling`: `generate`'s temperature and key."""
+    return np.asarray(
+        generate(
+            model,
+            batch.input_ids,
+            attention_mask=batch.attention_mask,
+            max_new_tokens=max_new_tokens,
+            eos_ids=tokenizer.eos_ids,
+            pad_id=tokenizer.pad_id,
+            **sampling,
+        )
+    )
 
 
 def answer_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:

@@ -99,7 +99,7 @@ class ImageProcessor:
         return self._process(opened)
 
     def _process(self, rows: Sequence[Sequence[Image.Image]]) -> ProcessedImages:
-        raise NotImplementedError
+        raise NotImplementedError  # each family cuts and counts in its own way
 
     def resize(self, image: Image.Image, height: int, width: int) -> UInt8[np.ndarray, "height width 3"]:
         """Return the grey levels of an image in another size."""
