@@ -56,7 +56,8 @@ class Mllama(VisionLanguageModel):
             return as_token_ids(input_ids), images, positions
         if isinstance(input_ids, jax.core.Tracer):
             raise ValueError("images came as a dict into a traced function: call `prepare` outside and pass its result")
-        host_ids = np.asarray(as_token_ids(input_ids))
+        input_ids = as_token_ids(input_ids)
+        host_ids = np.asarray(input_ids)
         pixels, ids, there, reads = named_arrays(images, **_ARRAYS)
         self._check_shapes(host_ids, pixels, ids, there, reads)
         self._check_counts(host_ids, attention_mask, ids)
@@ -64,7 +65,7 @@ class Mllama(VisionLanguageModel):
             pixel_values=jnp.asarray(pixels), aspect_ratio_ids=jnp.asarray(ids, jnp.int32),
             aspect_ratio_mask=jnp.asarray(there != 0), cross_attention_mask=jnp.asarray(reads != 0),
         )  # fmt: skip
-        return jnp.asarray(host_ids), tiled, positions
+        return input_ids, tiled, positions
 
     def image_features(self, images: TiledImages) -> Float[Array, "B P D"]:
         """Return the features of all patches of all tiles of each row's images, one after another, padding included."""

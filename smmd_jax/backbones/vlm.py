@@ -163,7 +163,8 @@ class VisionLanguageModel(nnx.Module):
             return as_token_ids(input_ids), images, positions
         if isinstance(input_ids, jax.core.Tracer):
             raise ValueError("images came as a dict into a traced function: call `prepare` outside and pass its result")
-        host_ids = np.asarray(as_token_ids(input_ids))
+        input_ids = as_token_ids(input_ids)
+        host_ids = np.asarray(input_ids)
         packed, grids = self.pack(images)
         merge = self.config.vision.merge_size
         check_image_tokens(host_ids, self.config.image_token_id, int((np.asarray(packed.order) >= 0).sum()))
@@ -171,15 +172,15 @@ class VisionLanguageModel(nnx.Module):
             positions = grid_positions(
                 host_ids, grids, image_token_id=self.config.image_token_id, merge=merge, attention_mask=attention_mask
             )
-        return jnp.asarray(host_ids), jax.tree.map(jnp.asarray, packed), positions
+        return input_ids, jax.tree.map(jnp.asarray, packed), positions
 
     def pack(self, images: dict) -> tuple[PatchedImages, Int[np.ndarray, "I 3"]]:
         """Return the images in patches and their grids (frames, rows, columns of patches)."""
-        raise NotImplementedError
+        raise NotImplementedError  # each family has its own
 
     def image_features(self, images: PatchedImages) -> Float[Array, "I cells D"]:
         """Return the features of each block of each image, padding included."""
-        raise NotImplementedError
+        raise NotImplementedError  # each family has its own
 
     def _with_images(self, input_ids, attention_mask, images: PatchedImages) -> dict[str, Array]:
         """Return what the decoder takes beside the tokens."""
