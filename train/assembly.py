@@ -22,10 +22,11 @@ from train.encode import Statistics
 from train.exits import DataError, StorageError, UsageError
 from train.objective import Objective, make_objective
 from train.optimizer import Schedule, make_optimizer, make_schedule
-from train.parameters import Parameters, make_parameters, shardings_of
-from train.partition import batch_sharding, check_batch_size, make_mesh, optimizer_shardings, replicated
+from train.parameters import Parameters, make_parameters
+from train.partition import batch_sharding, check_batch_size, make_mesh, replicated
+from train.program import Program, batch_like, make_program
 from train.prompts import PromptBatch, make_prompt_batches
-from train.step import Step, TrainState, init_state, make_step
+from train.step import Step, TrainState
 from train.tasks import TASKS, Source, Task
 from train.tasks.arith import default_data_dir
 from train.tokenizer import Tokenizer
@@ -36,10 +37,8 @@ class Run:
     """All parts of a run; made by `assemble`, used by the loop and the commands.
 
     Attributes:
-      state_like: `TrainState` of ShapeDtypeStruct with shardings: what is restored into.
-      make_state: () -> a fresh `TrainState`, born sharded.
       parameters: the model's structure, and which of its parameters are trained.
-      step: jitted, the state donated; its last argument is `frozen`.
+      program: the jitted step and its state.
       prompts: of the evaluation; encoded before training, so that what cannot be evaluated is refused first.
       backbone_folder: holds the weights that the run starts from; None: they start at random.
       notes: sentences for the header.
@@ -53,14 +52,27 @@ class Run:
     schedule: Schedule
     mesh: Mesh
     parameters: Parameters
-    state_like: TrainState
-    make_state: Callable[[], TrainState]
-    step: Step
+    program: Program
     batches: Batches
     statistics: Statistics
     prompts: Sequence[PromptBatch]
     backbone_folder: Path | None
     notes: tuple[str, ...]
+
+    @property
+    def state_like(self) -> TrainState:
+        """ShapeDtypeStruct with shardings: what is restored into."""
+        return self.program.state_like
+
+    @property
+    def make_state(self) -> Callable[[], TrainState]:
+        """() -> a fresh state, born sharded."""
+        return self.program.make_state
+
+    @property
+    def step(self) -> Step:
+        """Jitted, the state donated; its last argument is `frozen`."""
+        return self.program.step
 
     @property
     def is_pretrained(self) -> bool:
@@ -94,17 +106,8 @@ class Run:
 
     def lower_step(self) -> jax.stages.Lowered:
         """Lower the step for the shapes of this run, without data."""
-        shape = (self.config.batch_size, self.config.max_length)
-        rows = batch_sharding(self.mesh)
-        array = lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
-        batch = Batch(
-            input_ids=array(jnp.int32),
-            targets=array(jnp.int32),
-            target_mask=array(jnp.bool_),
-            positions=array(jnp.int32),
-            segment_ids=array(jnp.int32),
-        )
-        return self.step.lower(self.state_like, batch, self.kernel, self.parameters.frozen_like)
+        batch = batch_like(self.config.batch_size, self.config.max_length, self.mesh)
+        return self.program.lower(batch, self.kernel)
 
 
 def assemble(config: TrainConfig) -> Run:
@@ -159,28 +162,8 @@ def assemble(config: TrainConfig) -> Run:
 
         parameters = make_parameters(config, backbone, mesh)
 
-    everywhere = replicated(mesh)
-    parameter_sharding = shardings_of(parameters.trainable_like)
-    state_shardings = TrainState(
-        parameters=parameter_sharding,
-        optimizer=optimizer_shardings(optimizer, parameters.trainable_like, parameter_sharding, mesh),
-        step=everywhere,
-        is_finite=everywhere,
-    )
-    start = functools.partial(init_state, optimizer=optimizer)
-    state_like = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        jax.eval_shape(start, parameters.trainable_like),
-        state_shardings,
-    )
-    placed_start = jax.jit(start, donate_argnums=0, out_shardings=state_shardings)
-    step = make_step(
-        parameters.graphdef,
-        objective,
-        optimizer,
-        grad_accum=config.grad_accum,
-        seed=config.seed,
-        micro_batch_sharding=batch_sharding(mesh),
+    program = make_program(
+        parameters, objective, optimizer, mesh, grad_accum=config.grad_accum, seed=config.seed
     )
     return Run(
         config=config,
@@ -191,9 +174,7 @@ def assemble(config: TrainConfig) -> Run:
         schedule=schedule,
         mesh=mesh,
         parameters=parameters,
-        state_like=state_like,
-        make_state=lambda: placed_start(parameters.make_trainable()),
-        step=jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, everywhere)),
+        program=program,
         batches=batches,
         statistics=statistics,
         prompts=prompts,
