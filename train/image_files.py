@@ -117,7 +117,9 @@ def _check_still(image: Any, form: str) -> None:
     try:
         is_animated = getattr(image, "is_animated", False)
     except Exception as error:
-        raise ImageError("truncated or broken image", f"the frames of a {form} file cannot be told: {error}.") from error
+        raise ImageError(
+            "truncated or broken image", f"the frames of a {form} file cannot be told: {error}."
+        ) from error
     if is_animated:
         raise ImageError(
             "animated image", f"a {form} file holds an animation, and which frame is meant is not known: save the one."
