@@ -21,7 +21,8 @@ from train.inspection_plots import bar_chart, draw_kernel, draw_lengths, save_fi
 from train.overlap import overlap, prompts_of
 from train.preview import MARKS_LEGEND, mark_example
 from train.tasks import TASKS, Example, Source
-from train.tasks.questions import question_hash
+from train.tasks.base import stream_examples
+from train.tasks.questions import name_example, question_hash
 from train.tokenizer import Tokenizer
 
 _NO_LIMIT = 2**30
@@ -130,14 +131,8 @@ def write_inspection(found: Inspection, folder: str) -> list[Path]:
 
 def answers_of(source: Source) -> Iterator[str]:
     """Stream the answers of a source."""
-    for example in _stream(source):
+    for example in stream_examples(source):
         yield example.answer
-
-
-def _stream(source: Source) -> Iterator[Example]:
-    read_many = getattr(source, "__getitems__", None) or (lambda indices: [source[index] for index in indices])
-    for first in range(0, len(source), _READ_AT_ONCE):
-        yield from read_many(range(first, min(first + _READ_AT_ONCE, len(source))))
 
 
 def _length_faults(source: Source, lengths: np.ndarray, config: TrainConfig) -> list[str]:
@@ -240,8 +235,8 @@ def _describe_questions(source: Source) -> str:
     answers: dict[int, set[str]] = collections.defaultdict(set)
     rows: collections.Counter[int] = collections.Counter()
     texts: dict[int, str] = {}
-    for example in _stream(source):
-        code = question_hash(example.prompt)
+    for example in stream_examples(source):
+        code = question_hash(name_example(example))
         rows[code] += 1
         if len(answers[code]) < 2:
             answers[code].add(example.answer)

@@ -3,11 +3,10 @@
 import dataclasses
 from collections.abc import Iterable, Iterator
 
-from train.tasks.base import Source
-from train.tasks.questions import question_hash
+from train.tasks.base import Source, stream_examples
+from train.tasks.questions import name_example, question_hash
 
 _EXAMPLES = 5
-_READ_AT_ONCE = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,8 +78,9 @@ def overlap(train: Iterable[str], test: Iterable[str]) -> Overlap:
 
 
 def prompts_of(source: Source) -> Iterator[str]:
-    """Stream the prompts of a source, for `overlap`; of one task and variant, since prompts differ between them."""
-    read_many = getattr(source, "__getitems__", None) or (lambda indices: [source[index] for index in indices])
-    for first in range(0, len(source), _READ_AT_ONCE):
-        for example in read_many(range(first, min(first + _READ_AT_ONCE, len(source)))):
-            yield example.prompt
+    """Stream what the examples of a source ask, for `overlap`: their prompts, and the digests of their images.
+
+    Of one task and variant, since prompts differ between them.
+    """
+    for example in stream_examples(source):
+        yield name_example(example)

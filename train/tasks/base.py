@@ -1,8 +1,10 @@
 """What every task is made of: an example, a source of examples, and one row of the task table."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
+
+_READ_AT_ONCE = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,13 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Example: ...
+
+
+def stream_examples(source: Source) -> Iterator[Example]:
+    """Yield every example of a source in order, read a few hundred at once: with images thousands fill the memory."""
+    read_many = getattr(source, "__getitems__", None) or (lambda indices: [source[index] for index in indices])
+    for first in range(0, len(source), _READ_AT_ONCE):
+        yield from read_many(range(first, min(first + _READ_AT_ONCE, len(source))))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

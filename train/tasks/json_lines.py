@@ -4,19 +4,19 @@ import collections
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+from train.image_files import ImageError, read_image
+from train.tasks.left_out import count_reasons
 from train.tasks.prepared import Record
-from train.tasks.published import digest
-from train.tasks.questions import question_hash
+from train.tasks.questions import name_question, question_hash
 
 MAX_LINE_BYTES = 2**20
 TEST_SHARE = 16  # of a single file, one question in so many belongs to the test split
 # Raised whenever the same file would give other records, so that data prepared earlier are never reused.
-READER_VERSION = 1
-_LINES_SHOWN = 5
+READER_VERSION = 2
 
 
 class _BadLine(Exception):
@@ -33,6 +33,7 @@ class JsonLines:
       is_shared: whether `path` holds both splits, told apart by the question's hash.
       taken: hashes of questions that belong to another split: lines with them are bad here.
       limit: stop after so many records; None reads all.
+      decodes: whether an image has to be one that can be decoded; otherwise it has to be a file.
 
     Attributes:
       bad: reason -> line numbers, of the last reading.
@@ -44,6 +45,7 @@ class JsonLines:
     is_shared: bool = False
     taken: frozenset[int] = frozenset()
     limit: int | None = None
+    decodes: bool = True
     bad: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     lines: int = 0
 
@@ -61,15 +63,14 @@ class JsonLines:
                 except _BadLine as error:
                     bad[str(error)].append(self.lines)
                     continue
-                if self.is_shared and split_of(record["question"]) != self.split:
+                if self.is_shared and split_of(name_record(record)) != self.split:
                     continue
                 records += 1
                 yield record
 
-    def left_out(self) -> dict[str, object]:
+    def left_out(self) -> dict[str, Any]:
         """Describe the last reading for JSON: lines, and for each reason the number of lines and the first of them."""
-        reasons = {reason: {"lines": len(rows), "first": rows[:_LINES_SHOWN]} for reason, rows in self.bad.items()}
-        return {"lines": self.lines, "reasons": reasons}
+        return count_reasons(self.bad, total=self.lines, unit="line")
 
     def image_digests(self) -> str:
         """Give one digest of all images that the file names; "" for a file without any. It reads them all."""
@@ -77,7 +78,7 @@ class JsonLines:
             if not any(line and b'"image"' in line for _, line in _lines(stream)):
                 return ""
         content = hashlib.sha256()
-        for record in self():
+        for record in dataclasses.replace(self, decodes=False)():
             content.update(record["image_sha256"].encode())
         return content.hexdigest()
 
@@ -96,9 +97,7 @@ class JsonLines:
         answer = row["answer"]
         if not isinstance(answer, str) or not answer.strip():
             raise _BadLine("answer is neither text nor number, or empty")
-        if question_hash(question) in self.taken:
-            raise _BadLine("question of the test split")
-        return {
+        record = {
             "kind": kinds[0],
             "question": question,
             "answer": str(answer),
@@ -106,6 +105,9 @@ class JsonLines:
             "image_sha256": self._image_digest(row.get("image")),
             "line": str(self.lines),
         }
+        if question_hash(name_record(record)) in self.taken:
+            raise _BadLine("question of the test split")
+        return record
 
     def _image_digest(self, image: object) -> str:
         if image is None:
@@ -113,37 +115,29 @@ class JsonLines:
         if not isinstance(image, str) or isinstance(image, _Literal) or not image:
             raise _BadLine("image is no path")
         try:
-            return digest(self.path.parent / image)
+            content = (self.path.parent / image).read_bytes()
+            if self.decodes:
+                read_image(content)
+        except ImageError as error:
+            raise _BadLine(error.reason) from error
         except (OSError, ValueError) as error:  # ValueError: a path with a NUL
             raise _BadLine("image file is missing or not readable") from error
+        return hashlib.sha256(content).hexdigest()
+
+
+def name_record(record: Record) -> str:
+    """Give the question of a record and what its image is."""
+    return name_question(record["question"], record["image_sha256"])
 
 
 def split_of(question: str) -> str:
-    """Say to which split of a single file a question belongs: one in sixteen, by its hash, is for the test.
+    """Say to which split of a single file a question (see `name_question`) belongs: one in sixteen is for the test.
 
     Example:
       >>> {split_of(f"{number} + 1") for number in range(100)} == {"train", "test"}
       True
     """
     return "test" if question_hash(question) % TEST_SHARE == 0 else "train"
-
-
-def describe(path: Path, left_out: Mapping) -> str:
-    """Say which lines of a file were left out and why.
-
-    Example:
-      >>> describe(Path("a/train.jsonl"), {"lines": 9, "reasons": {"no answer": {"lines": 2, "first": [3, 5]}}})
-      'train.jsonl: 2 of 9 lines are left out: no answer (2: lines 3, 5).'
-    """
-    reasons = left_out["reasons"]
-    parts = []
-    for reason, rows in sorted(reasons.items(), key=lambda item: -item[1]["lines"]):
-        shown = ", ".join(map(str, rows["first"])) + (", ..." if rows["lines"] > len(rows["first"]) else "")
-        parts.append(f"{reason} ({rows['lines']:,}: {'lines' if rows['lines'] > 1 else 'line'} {shown})")
-    count = sum(rows["lines"] for rows in reasons.values())
-    return f"{path.name}: {count:,} of {left_out['lines']:,} lines are left out" + (
-        f": {'; '.join(parts)}." if parts else "."
-    )
 
 
 class _Literal(str):

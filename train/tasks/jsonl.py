@@ -2,14 +2,14 @@
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 from train.exits import DataError, UsageError
 from train.tasks.base import Example, Task
-from train.tasks.json_lines import READER_VERSION, TEST_SHARE, JsonLines, describe
-from train.tasks.prepared import Record, RecordBuilder, RecordConfig, RecordSource, prepare_builder
+from train.tasks.json_lines import READER_VERSION, TEST_SHARE, JsonLines, name_record
+from train.tasks.left_out import CountingBuilder, describe, refuse_beyond
+from train.tasks.prepared import Record, RecordConfig, RecordSource, prepare_builder
 from train.tasks.published import digest
 from train.tasks.questions import make_prompt, question_hash
 
@@ -23,18 +23,10 @@ VARIANTS = {
 }
 
 
-class Jsonl(RecordBuilder):
+class Jsonl(CountingBuilder):
     """Questions and answers of a user's own, from files of one JSON object a line."""
 
     FIELDS = ("kind", "question", "answer", "image", "image_sha256", "line")
-
-    def _generate_examples(self, split: str, make: JsonLines) -> Iterator[tuple[int, Record]]:
-        try:
-            yield from super()._generate_examples(split, make)
-        except DataError as error:
-            note = describe(make.path, make.left_out())
-            raise DataError(f"{make.path} has no good line for split {split}. {note}") from error
-        self.info.metadata[f"{split}_left_out"] = make.left_out()
 
 
 def make_source(
@@ -85,7 +77,7 @@ def make_source(
     if strict or max_bad_lines is not None:  # before anything is written
         for _ in lines():
             pass
-        _refuse(path, lines.left_out(), 0 if strict else max_bad_lines)
+        refuse_beyond(path, lines.left_out(), 0 if strict else max_bad_lines)
     builder = prepare_builder(Jsonl, RecordConfig(name=name, records={split: lines}), data_dir=prepare_in)
     left_out = builder.info.metadata[f"{split}_left_out"]
 
@@ -116,14 +108,8 @@ def _find(split: str, data_dir: str | None) -> tuple[Path, bool, Path | None]:
 
 
 def _taken(others: list[Path]) -> frozenset[int]:
-    return frozenset(
-        question_hash(record["question"]) for other in others for record in JsonLines(path=other, split="test")()
-    )
-
-
-def _refuse(path: Path, left_out: Mapping, most: int) -> None:
-    if sum(rows["lines"] for rows in left_out["reasons"].values()) > most:
-        raise DataError(f"{describe(path, left_out)} At most {most:,} may be bad: mend them.")
+    readers = [JsonLines(path=other, split="test", decodes=False) for other in others]
+    return frozenset(question_hash(name_record(record)) for reader in readers for record in reader())
 
 
 JSONL = Task(

@@ -173,15 +173,11 @@ MODULES: Mapping[str, Module] = MappingProxyType(
         "add_or_sub": Module(
             draw=_add_or_sub, train=(4.0, 16.0), interpolate=12.0, extrapolate=(16.0, 20.0), longer="add_or_sub_big"
         ),
-        "add_sub_multiple": Module(
-            draw=_add_sub_multiple, extrapolate=(10.0, 12.0), longer="add_sub_multiple_longer"
-        ),
+        "add_sub_multiple": Module(draw=_add_sub_multiple, extrapolate=(10.0, 12.0), longer="add_sub_multiple_longer"),
         "add_or_sub_in_base": Module(draw=_in_base),
         "mul": Module(draw=_multiply, extrapolate=(10.0, 12.0), longer="mul_big"),
         "div": Module(draw=_divide, extrapolate=(10.0, 12.0), longer="div_big"),
-        "mul_div_multiple": Module(
-            draw=_tree_module("*/"), extrapolate=(10.0, 12.0), longer="mul_div_multiple_longer"
-        ),
+        "mul_div_multiple": Module(draw=_tree_module("*/"), extrapolate=(10.0, 12.0), longer="mul_div_multiple_longer"),
         "mixed": Module(draw=_tree_module("+-*/"), extrapolate=(10.0, 12.0), longer="mixed_longer"),
         "nearest_integer_root": Module(draw=_nearest_root),
         "simplify_surd": Module(draw=_simplify_surd),

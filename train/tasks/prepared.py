@@ -17,7 +17,7 @@ from absl import logging
 from train.exits import DataError
 from train.tasks.base import Example
 
-Record = Mapping[str, str]
+Record = Mapping[str, str | bytes]
 
 
 def default_data_dir() -> str:
@@ -37,13 +37,15 @@ class RecordConfig(tfds.core.BuilderConfig):
 
 
 class RecordBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-    """Base of builders whose records are texts; a subclass names its `FIELDS` and has a docstring.
+    """Base of builders whose records are texts, and encoded images perhaps; a subclass has a docstring and names its
+    `FIELDS`, and those of them that are `BYTES`.
 
     Not registered by name: TFDS refuses a second class of one name, and a notebook may load a module again.
     """
 
     VERSION = tfds.core.Version("1.0.0")
     FIELDS: tuple[str, ...] = ()
+    BYTES: tuple[str, ...] = ()
 
     def _info(self) -> tfds.core.DatasetInfo:
         return tfds.core.DatasetInfo(
@@ -60,7 +62,8 @@ class RecordBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     def _generate_examples(self, split: str, make: Callable[[], Iterable[Record]]) -> Iterator[tuple[int, Record]]:
         content, key = hashlib.sha256(), -1
         for key, record in enumerate(make()):
-            content.update(json.dumps([record[field] for field in self.FIELDS]).encode() + b"\n")
+            texts = [_shown(record[field]) for field in self.FIELDS]
+            content.update(json.dumps(texts).encode() + b"\n")
             yield key, record
         if key < 0:
             raise DataError(f"split {split} of {self.builder_config.name} has no examples.")
@@ -91,6 +94,7 @@ class RecordSource:
         self.notes = tuple(notes)
         content = f"{builder.info.full_name}/{split}/{builder.info.metadata[split]}"
         self.fingerprint = f"{content}/{form}" if form else content
+        self._bytes = frozenset(getattr(builder, "BYTES", ()))
         self._records = builder.as_data_source(split=split)
         self._make_example = make_example
 
@@ -104,7 +108,12 @@ class RecordSource:
         return [self._example(*pair) for pair in zip(indices, self._records.__getitems__(indices), strict=True)]
 
     def _example(self, index: int, record: Mapping[str, bytes]) -> Example:
-        return self._make_example(index, {field: text.decode() for field, text in record.items()})
+        record = {name: value if name in self._bytes else value.decode() for name, value in record.items()}
+        return self._make_example(index, record)
+
+
+def _shown(value: str | bytes) -> str:
+    return value if isinstance(value, str) else hashlib.sha256(value).hexdigest()
 
 
 def prepare_builder(

@@ -1,9 +1,10 @@
-"""What tasks of questions in words share: the two forms of a prompt, which questions count as one, disjoint splits."""
+"""What tasks of questions share: the two forms of a prompt, which questions count as one, disjoint splits."""
 
 import hashlib
 from collections.abc import Iterable
 
 from train.exits import DataError
+from train.tasks.base import Example
 
 # {} is the question, as published. The chat form is the user's message; the model's own template goes around it.
 PROMPTS = {"plain": "Question: {}\nAnswer:\n", "chat": "{}"}
@@ -34,6 +35,25 @@ def question_hash(question: str) -> int:
     """
     text = " ".join(question.casefold().split())
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+
+
+def name_question(question: str, image_sha256: str = "") -> str:
+    """Add to a question what its image is, so that one question about two images counts as two.
+
+    Args:
+      question: its text, or a whole prompt.
+      image_sha256: in hexadecimal; "": it has no image.
+
+    Example:
+      >>> name_question("What time is it?"), name_question("What time is it?", "5feceb66")
+      ('What time is it?', 'What time is it? [image 5feceb66]')
+    """
+    return f"{question} [image {image_sha256}]" if image_sha256 else question
+
+
+def name_example(example: Example) -> str:
+    """Give the prompt of an example and what its image is; equal for two examples that ask the same."""
+    return name_question(example.prompt, "" if example.image is None else hashlib.sha256(example.image).hexdigest())
 
 
 def check_disjoint(name: str, train: Iterable[str], test: Iterable[str]) -> None:
