@@ -33,6 +33,9 @@ TABLES = {
     "kernel": ("rbf", "laplace"),
     "optimizer": ("adamw", "sgd"),
 }
+# The same task, whose variants have a use for some options of the data.
+OPTIONS = {**TABLES, "task": {"arith": types.SimpleNamespace(
+    **vars(ARITH), options={"data_seed": ("small", "large"), "limit": ("small",)})}}  # fmt: skip
 FIELDS = [field.name for field in dataclasses.fields(TrainConfig)]
 
 
@@ -171,6 +174,18 @@ def test_make_config_refuses_unknown_fields_and_tasks_that_set_them():
         make_config({"task": "arith"}, tables=wrong)
 
 
+def test_an_option_of_the_data_that_would_have_no_effect_is_refused():
+    config = make_config({"task": "arith", "data_seed": 3, "limit": 5}, tables=OPTIONS)
+    assert (config.data_seed, config.limit, config.max_bad_lines) == (3, 5, None)
+    for given, words in [
+        ({"limit": 5, "variant": "large"}, r"limit=5 has no effect on task arith, variant large: .*\(.* for small\)"),
+        ({"max_bad_lines": 0}, "max_bad_lines=0 has no effect on task arith, variant small: .* none of its variants"),
+    ]:
+        with pytest.raises(UsageError, match=words):
+            make_config({"task": "arith", **given}, tables=OPTIONS)
+    assert make_config({"task": "arith", "data_seed": 0, "variant": "large"}, tables=OPTIONS).data_seed == 0
+
+
 def test_mesh_is_read_in_the_order_given():
     assert list(parse_mesh("fsdp:4,data:2").items()) == [("fsdp", 4), ("data", 2)]
     assert parse_mesh("") == {}
@@ -217,11 +232,13 @@ RESUMABLE = {
     "workdir": "elsewhere",
     "data_dir": "elsewhere",
     "allow_data_change": True,
+    "max_bad_lines": 3,
 }
 OTHER = {
     "dtype": "bfloat16", "param_dtype": "bfloat16", "scan_layers": True, "remat": "full", "lora_rank": 4,
     "lora_alpha": 1.0, "lora_targets": "q_proj",
-    "task": "clock", "variant": "large", "backbone": "b", "dropout": 0.1, "max_length": 99, "loss": "ce",
+    "task": "clock", "variant": "large", "data_seed": 3, "limit": 3, "backbone": "b", "dropout": 0.1,
+    "max_length": 99, "loss": "ce",
     "loss_weight": 1.0, "kernel": "laplace", "sigma": 1.0, "alpha": 1.0, "rescale": 9.0, "normalize_by": "tokens",
     "numeric_policy": "digits", "batch_size": 8, "grad_accum": 2, "seed": 1, "optimizer": "sgd", "learning_rate": 1.0,
     "schedule": "linear", "warmup_steps": 1, "weight_decay": 0.0, "clip_norm": 0.0,
@@ -240,11 +257,14 @@ def test_what_a_resume_may_change(name):
     assert [line.split(":")[0] for line in lines] == ([] if name in RESUMABLE else [name])
 
 
-def test_allow_data_change_frees_the_variant_only():
+def test_allow_data_change_frees_what_the_data_are_only():
     before = json.loads(config_to_json(make_config({"task": "arith"}, tables=TABLES)))
     given = {"task": "arith", "variant": "large", "allow_data_change": True}
     assert resume_differences(before, make_config(given, tables=TABLES)) == []
     assert len(resume_differences(before, make_config({**given, "seed": 1}, tables=TABLES))) == 1
+    other = make_config({**given, "variant": "small", "data_seed": 1, "limit": 5}, tables=OPTIONS)
+    assert resume_differences(before, other) == []
+    assert len(resume_differences(before, dataclasses.replace(other, allow_data_change=False))) == 2
 
 
 def test_a_run_folder_refuses_another_config_with_a_diff(tmp_path):

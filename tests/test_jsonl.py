@@ -1,10 +1,15 @@
 """A user's own JSON lines: every kind of bad line counted with its number, limits, strict mode, splits, images."""
 
+import io
 import json
+import struct
+import zlib
 
 import pytest
+from PIL import Image
 
 from train.exits import DataError
+from train.overlap import overlap, prompts_of
 from train.tasks.json_lines import MAX_LINE_BYTES, JsonLines, split_of
 from train.tasks.jsonl import make_source
 
@@ -122,16 +127,73 @@ def test_one_file_is_split_by_question(tmp_path):
     assert all(split_of(prompt[10:-9]) == "test" for prompt, _ in test)
 
 
+def png(level=0):
+    stream = io.BytesIO()
+    Image.new("L", (4, 3), level).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def images(folder, **contents):
+    (folder / "pictures").mkdir(exist_ok=True)
+    for name, content in contents.items():
+        (folder / "pictures" / f"{name}.png").write_bytes(content)
+    return {name: f"pictures/{name}.png" for name in contents}
+
+
 def test_images_come_with_their_bytes_and_decide_the_fingerprint(folder):
-    (folder / "pictures").mkdir()
-    (folder / "pictures" / "a.png").write_bytes(b"one")
-    write(folder, train=[{"question": "a", "answer": "4", "image": "pictures/a.png"}, GOOD])
+    place = images(folder, a=png(1))["a"]
+    write(folder, train=[{"question": "a", "answer": "4", "image": place}, GOOD])
     source = make_source("train", data_dir=str(folder))
-    assert (source[0].image, source[1].image) == (b"one", None)
+    assert (source[0].image, source[1].image) == (png(1), None)
     fingerprint = source.fingerprint
-    (folder / "pictures" / "a.png").write_bytes(b"two")
+    images(folder, a=png(2))
     again = make_source("train", data_dir=str(folder))
-    assert again[0].image == b"two" and again.fingerprint != fingerprint
+    assert again[0].image == png(2) and again.fingerprint != fingerprint
+
+
+def test_images_that_nobody_can_see_are_counted_by_their_fault(folder):
+    header = png()[12:16] + b"\0\0\x40\0" * 2 + png()[24:29]  # 16,384 pixels square
+    large = png()[:12] + header + struct.pack(">I", zlib.crc32(header)) + png()[33:]
+    faults = {
+        "empty image": b"", "no image of a known format": b"text with the name of a picture",
+        "truncated or broken image": png()[:40], "too many pixels": large,
+    }  # fmt: skip
+    places = images(folder, good=png(), **{f"bad{index}": data for index, data in enumerate(faults.values())})
+    rows = [{"question": "Which?", "answer": "4", "image": place} for place in places.values()]
+    write(folder, train=rows)
+    source = make_source("train", data_dir=str(folder))
+    [note] = source.notes
+    assert len(source) == 1 and note.startswith("train.jsonl: 4 of 5 lines are left out: ")
+    assert all(f"{reason} (1: line {line})" in note for line, reason in enumerate(faults, 2))
+    with pytest.raises(DataError, match=r"At most 0 may be bad"):
+        make_source("train", data_dir=str(folder), variant="plain_strict")
+    with pytest.raises(DataError, match=r"At most 3 may be bad"):
+        make_source("train", data_dir=str(folder), max_bad_lines=3)
+    # A picture that was mended is seen at the next start.
+    images(folder, bad0=png(7))
+    assert len(make_source("train", data_dir=str(folder), max_bad_lines=3)) == 2
+
+
+def test_one_question_about_two_pictures_is_two_questions(folder):
+    places = images(folder, a=png(1), b=png(2), c=png(1))
+    ask = lambda name: {"question": "What time is it?", "answer": name, "image": places[name]}
+    write(folder, train=[ask("a"), ask("b"), {"question": "What time is it?", "answer": "c"}], test=[ask("c")])
+    source = make_source("train", data_dir=str(folder))
+    # "a" and "c" are the same picture under two names.
+    assert [answer for _, answer in pairs(source)] == ["b", "c"]
+    assert source.notes == ("train.jsonl: 1 of 3 lines are left out: question of the test split (1: line 1).",)
+
+
+def test_one_file_of_images_is_split_by_question_and_picture(folder):
+    places = images(folder, **{f"p{level}": png(level) for level in range(200)})
+    path = folder / "all.jsonl"
+    rows = [{"question": "Which?", "answer": "4", "image": place} for place in places.values()]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    sizes = {split: len(make_source(split, data_dir=str(path))) for split in ("train", "test")}
+    assert sum(sizes.values()) == 200 and 2 < sizes["test"] < 40
+    train, test = (make_source(split, data_dir=str(path)) for split in ("train", "test"))
+    assert not overlap(prompts_of(train), prompts_of(test)).shared_test_rows
+    assert overlap(prompts_of(train), prompts_of(train)).repeated_test_rows == 0
 
 
 @pytest.mark.parametrize(

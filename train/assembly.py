@@ -26,9 +26,10 @@ from train.parameters import Parameters, make_parameters
 from train.partition import batch_sharding, check_batch_size, make_mesh, replicated
 from train.program import Program, batch_like, make_program
 from train.prompts import PromptBatch, make_prompt_batches
+from train.splits import cache_folder, open_split
 from train.step import Step, TrainState
 from train.tasks import TASKS, Source, Task
-from train.tasks.arith import default_data_dir
+from train.tasks.prepared import default_data_dir
 from train.tokenizer import Tokenizer
 
 
@@ -98,7 +99,7 @@ class Run:
         return nnx.merge(self.parameters.graphdef, join_parameters(parameters, self.frozen))
 
     def source(self, split: str) -> Source:
-        return self.task.make_source(split, data_dir=self.config.data_dir or None, **_variant(self.config))
+        return open_split(self.config, split)
 
     def place(self, batch: Batch) -> Batch:
         """Move a batch to the devices, its rows over data and fsdp."""
@@ -125,9 +126,8 @@ def assemble(config: TrainConfig) -> Run:
         _check_objective(objective, config)
     backbone = _backbone(config)
     tokenizer, model_config = backbone.tokenizer, backbone.config
-    data_dir = config.data_dir or default_data_dir()
-    with _storage_errors(data_dir):
-        source = task.make_source(task.train_split, data_dir=data_dir, **_variant(config))
+    with _storage_errors(config.data_dir or default_data_dir()):
+        source = open_split(config, task.train_split)
         batches = make_batches(
             source,
             tokenizer,
@@ -136,7 +136,7 @@ def assemble(config: TrainConfig) -> Run:
             seed=config.seed,
             vocab_size=model_config.vocab_size,
             max_dropped_fraction=config.max_dropped_fraction,
-            cache_dir=default_data_dir() if task.reads_files else data_dir,
+            cache_dir=cache_folder(config),
         )
         prompts = _prompts(task, tokenizer, model_config, config)
     vocab = numeric_vocab_from_tokenizer(
@@ -196,7 +196,7 @@ def _prompts(
     task: Task, tokenizer: Tokenizer, model_config: DecoderConfig, config: TrainConfig
 ) -> Sequence[PromptBatch]:
     split = config.eval_split or task.eval_split
-    source = task.make_source(split, data_dir=config.data_dir or None, **_variant(config))
+    source = open_split(config, split)
     if config.eval_examples > len(source):
         raise UsageError(
             f"eval_examples={config.eval_examples:,}: split {split} has {len(source):,} examples; ask for fewer, or "
@@ -274,15 +274,6 @@ def _unused_flags(objective: Objective, config: TrainConfig) -> tuple[str, ...]:
         for name in names
         if getattr(config, name) != defaults[name]
     )
-
-
-def _variant(config: TrainConfig) -> dict[str, str]:
-    if not config.variant:
-        return {}
-    known = TASKS[config.task].variants
-    if config.variant not in known:
-        raise UsageError(f"variant={config.variant}: task {config.task} has {', '.join(known)}.")
-    return {"variant": config.variant}
 
 
 @contextlib.contextmanager

@@ -12,6 +12,8 @@ from train.exits import StorageError, UsageError
 from train.files import replace_file
 from train.flags import Tables, check_names, check_values, flag_field, nearest, parse_flags
 
+# Fields that only some variants of some tasks have a use for; see `train.tasks.base.Task`.
+DATA_OPTIONS = ("data_seed", "limit", "max_bad_lines")
 MESH_AXES = ("data", "fsdp", "tensor")
 USAGE = "usage: python -m train.main --task=TASK [--flag=value ...]"
 _BACKBONE_FORM = (r".*[/\\].*|.*\.gguf|~.*|\.{1,2}", "a model folder, a .gguf file, or org/name of a hub")
@@ -36,6 +38,14 @@ class TrainConfig:
     variant: str = flag_field("Form of the task's data; empty: the task's first", "")
     data_dir: str = flag_field(
         "Folder of data sets that are not generated; empty: the task's own", "", resumable=True
+    )
+    data_seed: int = flag_field("Seed of generated data; another one gives other examples", 0, at_least=0, below=2**32)
+    limit: int = flag_field("First examples of the training file to use; 0: all of them", 0, at_least=0)
+    max_bad_lines: int | None = flag_field(
+        "Lines or pictures of your own files that may be bad and are left out; none: any number",
+        None,
+        at_least=0,
+        resumable=True,
     )
     backbone: str = flag_field("Model to train", "tiny", other_form=_BACKBONE_FORM)
     dropout: float = flag_field("Share of activations dropped in training", 0.0, at_least=0, below=1)
@@ -189,11 +199,27 @@ def make_config(given: Mapping[str, Any], *, tables: Tables) -> TrainConfig:
     if variants := getattr(task, "variants", ()):
         config = dataclasses.replace(config, variant=config.variant or variants[0])
         tables = {**tables, "variant": variants}
+        _check_data_options(task, config)
     if splits := getattr(task, "splits", ()):
         config = dataclasses.replace(config, eval_split=config.eval_split or task.eval_split)
         tables = {**tables, "eval_split": splits}
     check_names(dataclasses.asdict(config), TrainConfig, tables=tables)
     return config if config.workdir else dataclasses.replace(config, workdir=default_workdir(config))
+
+
+def _check_data_options(task: Any, config: TrainConfig) -> None:
+    """Refuse an option of the data that the variant would not heed: the run would not be what was asked for."""
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+    options = getattr(task, "options", {})
+    for name in DATA_OPTIONS:
+        value = getattr(config, name)
+        if value == defaults[name] or config.variant in options.get(name, ()):
+            continue
+        users = ", ".join(options.get(name, ())) or "none of its variants"
+        raise UsageError(
+            f"{name}={value} has no effect on task {config.task}, variant {config.variant}: leave it out (of this "
+            f"task it is for {users})."
+        )
 
 
 def parse_command_line(argv: Sequence[str], *, tables: Tables) -> TrainConfig:
@@ -259,11 +285,11 @@ def resume_differences(saved: Mapping[str, Any], config: TrainConfig) -> list[st
     """Return the differences between a saved config and this one that a resumed run must not have.
 
     Mesh, platform, steps, folders and the rhythm of logs, evaluations and checkpoints may change; with
-    `allow_data_change` so may the data variant.
+    `allow_data_change` so may the variant, the seed and the limit of the data.
     """
     free = {field.name for field in dataclasses.fields(TrainConfig) if field.metadata["resumable"]}
     if config.allow_data_change:
-        free.add("variant")
+        free |= {"variant", "data_seed", "limit"}
     now = json.loads(config_to_json(config))
     # What an earlier version could not say, it did as the default does.
     defaults = json.loads(config_to_json(TrainConfig(task=config.task)))

@@ -22,6 +22,7 @@ from train.partition import make_mesh
 from train.prompts import make_prompt_batches
 from train.sampled_answers import DECODINGS, sample_answers
 from train.scoring import Scored, answer_prompts, grade_answers
+from train.splits import open_split
 from train.tasks import TASKS, Example, Source
 from train.tasks.published import digest
 from train.teacher_forcing import measure_targets
@@ -76,7 +77,7 @@ class EvaluatedModel:
         self._tokenizer = backbone.tokenizer
         self._max_new_tokens = flags.max_new_tokens or task.max_new_tokens
         self._max_positions = backbone.config.max_positions
-        source = task.make_source(config.eval_split, data_dir=config.data_dir or None, variant=config.variant)
+        source = open_split(config, config.eval_split)
         if flags.eval_examples > len(source):
             raise UsageError(
                 f"eval_examples={flags.eval_examples:,}: split {config.eval_split} has {len(source):,} examples; ask "

@@ -27,6 +27,7 @@ from train.backbone import Backbone, make_backbone
 from train.exits import ExportError, StorageError, UsageError
 from train.hub import is_hub_name
 from train.prompts import make_prompt_batches
+from train.splits import open_split
 from train.tasks import TASKS
 from train.trained import Trained, read_run_config, restore_trained
 
@@ -124,8 +125,7 @@ def compare_logits(left: nnx.Module, right: nnx.Module, trained: Trained, *, tol
       tolerance: for `Agreement.holds`.
     """
     task, config = TASKS[trained.config.task], trained.config
-    variant = {"variant": config.variant} if config.variant else {}
-    source = task.make_source(config.eval_split or task.eval_split, data_dir=config.data_dir or None, **variant)
+    source = open_split(config, config.eval_split or task.eval_split)
     batches = make_prompt_batches(
         source, trained.backbone.tokenizer, batch_size=_VERIFIED_PROMPTS, examples=min(_VERIFIED_PROMPTS, len(source))
     )

@@ -5,7 +5,7 @@ import sys
 import typing
 from collections.abc import Sequence
 
-from train.config import TrainConfig, make_config
+from train.config import DATA_OPTIONS, TrainConfig, make_config
 from train.exits import DataError, run_guarded
 from train.flags import check_values, flag_field, parse_flags
 from train.main import TABLES
@@ -16,7 +16,7 @@ OWN_FLAGS = {
     "check_overlap": flag_field("Refuse data whose evaluation split shares a question with the training split", False),
     "out": flag_field("Folder for report.txt, lengths.png and kernel.png; empty: the report is printed only", ""),
 }
-SHARED = ("task", "backbone", "variant", "data_dir", "eval_split", "max_length", "max_dropped_fraction")
+SHARED = ("task", "backbone", "variant", "data_dir", *DATA_OPTIONS, "eval_split", "max_length", "max_dropped_fraction")
 SHARED += ("numeric_policy", "kernel", "sigma", "alpha", "rescale", "seed", "debug")
 
 

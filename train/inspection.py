@@ -20,7 +20,8 @@ from train.files import replace_file
 from train.inspection_plots import bar_chart, draw_kernel, draw_lengths, save_figure
 from train.overlap import overlap, prompts_of
 from train.preview import MARKS_LEGEND, mark_example
-from train.tasks import TASKS, Example, Source
+from train.splits import open_split
+from train.tasks import TASKS, Source
 from train.tasks.base import stream_examples
 from train.tasks.questions import name_example, question_hash
 from train.tokenizer import Tokenizer
@@ -62,9 +63,7 @@ def inspect(config: TrainConfig, *, examples: int = 3, check_overlap: bool = Fal
       UsageError, DataError, CheckpointError: what cannot even be looked at: no such data, model or kernel.
     """
     task, backbone = TASKS[config.task], make_backbone(config)
-    tokenizer, variant = backbone.tokenizer, {"variant": config.variant} if config.variant else {}
-    open_split = lambda split: task.make_source(split, data_dir=config.data_dir or None, **variant)
-    source = open_split(task.train_split)
+    tokenizer, source = backbone.tokenizer, open_split(config, task.train_split)
     encoded = encode_source(source, tokenizer, max_length=_NO_LIMIT, max_dropped_fraction=0.0)
     lengths = np.diff(encoded.starts)
     faults = [*_length_faults(source, lengths, config), *_mask_faults(source, encoded, tokenizer)]
@@ -97,7 +96,7 @@ def inspect(config: TrainConfig, *, examples: int = 3, check_overlap: bool = Fal
     }
     if check_overlap:
         split = config.eval_split or task.eval_split
-        shared = overlap(prompts_of(source), prompts_of(open_split(split)))
+        shared = overlap(prompts_of(source), prompts_of(open_split(config, split)))
         sections[f"overlap of {task.train_split} and {split}"] = str(shared)
         if shared.shared_test_rows:
             faults.append(

@@ -2,10 +2,11 @@
 
 from train.tasks.arith import ARITH
 from train.tasks.base import Example, Source, Task
+from train.tasks.clock import CLOCK
 from train.tasks.gsm8k import GSM8K
 from train.tasks.jsonl import JSONL
 from train.tasks.svamp import SVAMP
 
-TASKS: dict[str, Task] = {task.name: task for task in (ARITH, GSM8K, SVAMP, JSONL)}
+TASKS: dict[str, Task] = {task.name: task for task in (ARITH, GSM8K, SVAMP, CLOCK, JSONL)}
 
 __all__ = ["TASKS", "Example", "Source", "Task"]

@@ -235,6 +235,8 @@ ARITH = Task(
     eval_split="interpolate",
     splits=("train", "interpolate", "longer", *(name for name in SIZES if name not in ("train", "interpolate"))),
     variants=ALL_VARIANTS,
+    file_variants=RELEASED_VARIANTS,
+    options=MappingProxyType({"data_seed": (*VARIANTS, *MODULE_VARIANTS)}),
     grader="math_exact",
     defaults=MappingProxyType(
         {

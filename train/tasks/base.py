@@ -62,9 +62,11 @@ class Task:
       chat: whether a question is put to the model in its chat template, as one message of the user; needs a model that
         has one.
       chat_variants: the variants for which that holds although `chat` is false.
-      reads_files: whether `data_dir` holds files of the user's, beside which nothing is written.
+      file_variants: the variants for which `data_dir` holds files of the user's, beside which nothing is written.
+      options: further fields of the config that `make_source` takes -> the variants that have a use for them.
       max_new_tokens: tokens of a generated answer that does not end by itself; no shorter than the task's own answers.
-      make_source: ``make_source(split, *, data_dir=None, seed=0, variant=variants[0]) -> Source``.
+      make_source: ``make_source(split, *, data_dir=None, seed=0, variant=variants[0]) -> Source``; the seed is the
+        option data_seed.
     """
 
     name: str
@@ -79,9 +81,18 @@ class Task:
     chat: bool = False
     pretrained_defaults: Mapping[str, object] = dataclasses.field(default_factory=dict)
     chat_variants: tuple[str, ...] = ()
-    reads_files: bool = False
+    file_variants: tuple[str, ...] = ()
+    options: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     max_new_tokens: int = 32
 
     def is_chat(self, variant: str) -> bool:
         """Say whether the questions of a variant are put as chats; "" is the first variant."""
         return self.chat or (variant or self.variants[0]) in self.chat_variants
+
+    def takes_files(self, variant: str) -> bool:
+        """Say whether the data of a variant are files of the user's; "" is the first variant."""
+        return (variant or self.variants[0]) in self.file_variants
+
+    def has_option(self, name: str, variant: str) -> bool:
+        """Say whether a variant has a use for a field of the config; "" is the first variant."""
+        return (variant or self.variants[0]) in self.options.get(name, ())

@@ -52,6 +52,7 @@ FOLDER = "folder"
 # Variant -> the set of dials or the folder, and the prompt's form.
 VARIANTS = {name: (name, "plain") for name in (*DIAL_SETS, FOLDER)}
 VARIANTS |= {f"{name}_chat": (name, "chat") for name in (*DIAL_SETS, FOLDER)}
+_FILE_VARIANTS = tuple(name for name, (data, _) in VARIANTS.items() if data == FOLDER)
 
 
 class RenderedClocks(RecordBuilder):
@@ -188,6 +189,13 @@ CLOCK = Task(
     splits=SPLITS,
     variants=tuple(VARIANTS),
     chat_variants=tuple(name for name, (_, form) in VARIANTS.items() if form == "chat"),
+    file_variants=_FILE_VARIANTS,
+    options=MappingProxyType(
+        {
+            "data_seed": tuple(name for name in VARIANTS if name not in _FILE_VARIANTS),
+            "max_bad_lines": _FILE_VARIANTS,
+        }
+    ),
     grader="clock",
     max_new_tokens=8,
     defaults=MappingProxyType(

@@ -166,7 +166,8 @@ def make_photo_source(
     place = Path(data_dir)
     photos = find_photos(place)
     digests = {photo.name: found for photo in photos if photo.path and (found := _digest(photo.path))}
-    taken = {digests.get(photo.name, "") for photo in photos if photo.split == "test"} if split == "train" else ()
+    test = (photo for photo in photos if photo.split == "test" and photo.time and split == "train")
+    taken = {digests[photo.name] for photo in test if photo.name in digests}
     own = [photo for photo in photos if photo.split == split or photo.path is None]
     reader = PhotoReader(path=place, photos=own, digests=digests, taken=frozenset(taken))
     if max_bad is not None:  # before anything is written

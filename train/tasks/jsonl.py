@@ -121,7 +121,9 @@ JSONL = Task(
     variants=tuple(VARIANTS),
     chat_variants=("chat", "chat_strict"),
     grader="math_value",
-    reads_files=True,
+    file_variants=tuple(VARIANTS),
+    # A strict variant says already how many lines may be bad.
+    options=MappingProxyType({"limit": tuple(VARIANTS), "max_bad_lines": ("plain", "chat")}),
     max_new_tokens=256,
     defaults=MappingProxyType({}),
     make_source=make_source,
