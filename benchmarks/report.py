@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from train.aggregate import summary_rows, to_markdown
+from train.aggregate import summary_head, summary_rows, to_markdown
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -40,9 +40,8 @@ def summary(results: Mapping[str, Result]) -> str:
     for result in results.values():
         if "cells" not in result:
             continue
-        heads = ["loss", "seeds", "accuracy, %", "MAE", "median error", "R2", "no number", "minutes"]
         for row in summary_rows(result):
-            shown = dict(zip(heads, row, strict=True))
+            shown = dict(zip(summary_head(result), row, strict=True))
             command = next(cell["command"] for cell in result["cells"] if cell["loss"] == shown["loss"])
             command = re.sub(r" --(seed|workdir)=\S+", "", command)
             what = f"{result['task']}, {result['backbone']}"

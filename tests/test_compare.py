@@ -105,6 +105,19 @@ def test_the_table_shows_means_differences_command_and_machine(grid, capsys):
     assert "Not in any mean" not in text
 
 
+def test_the_time_gap_has_a_column_where_answers_are_times(grid):
+    grid()
+    text = (grid.folder / "compare.md").read_text()
+    assert "time gap" not in text
+    for path in grid.folder.glob("*/eval.jsonl"):
+        write_jsonl(path, [{**row, "time_gap": 30.0} for row in read_jsonl(path)])
+    grid("--report_only")
+    head, first = ((grid.folder / "compare.md").read_text().splitlines()[row] for row in (2, 4))
+    assert head.startswith("| loss | seeds | accuracy, % | MAE | median error | time gap | R2 |")
+    assert "| 1.00 ± 0.00 | 30.00 ± 0.00 | 0.5000" in first
+    assert "| loss - ce | n | accuracy, points | MAE | time gap |" in (grid.folder / "compare.md").read_text()
+
+
 def test_the_record_of_a_cell_says_how_to_get_it_and_holds_no_path_of_the_machine(grid):
     grid("--sigma=1,2", "--tensorboard", "--warmup_steps=none")
     cell = grid.result()["cells"][1]

@@ -148,3 +148,11 @@ def test_reading_records_loads_no_matplotlib():
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=60)
     assert done.stdout == "False\n", done.stderr
+
+
+def test_the_closing_table_of_times_has_the_gap_both_ways():
+    row = {**EVALS[0], "time_gap": 12.5, "time_gap_unwrapped": 80.0}
+    head, _, line = closing_table([], [row, {**EVALS[2], "time_gap": None}]).splitlines()[:3]
+    assert head.split("  ")[-1] == "n" and "R2  time gap  without wrap  no number" in head
+    assert line.split()[-4:] == ["12.5", "80", "2", "200"]
+    assert "time gap" not in closing_table([], EVALS)

@@ -4,7 +4,7 @@ import json
 import os
 import shlex
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,13 @@ COLUMNS = {
     "accuracy": ("accuracy, %", 100.0, 2),
     "mae": ("MAE", 1.0, 3),
     "median_error": ("median error", 1.0, 2),
+    "time_gap": ("time gap", 1.0, 2),
     "r2": ("R2", 1.0, 4),
     "parse_failures": ("no number", 1.0, 1),
     "minutes": ("minutes", 1.0, 1),
 }
-COMPARED = {"accuracy": "accuracy, points", "mae": "MAE"}
+COMPARED = {"accuracy": "accuracy, points", "mae": "MAE", "time_gap": "time gap"}
+_OF_TIMES = ("time_gap",)  # shown where the answers are times
 BASELINE = "ce"
 _RESAMPLES = 10_000
 
@@ -133,14 +135,17 @@ def to_markdown(result: Mapping[str, Any]) -> str:
         f"{result['steps']:,} steps of {result['batch_size']} rows. Mean ± standard deviation (n - 1) over seeds; "
         "minutes are those of the whole process.",
         "",
-        *_table(["loss", "seeds", *(heading for heading, _, _ in COLUMNS.values())], summary_rows(result)),
+        *_table(summary_head(result), summary_rows(result)),
     ]
     if result["differences"]:
         lines += [
             "",
             f"Difference to {BASELINE} with the same seed: mean [95 % bootstrap interval over n seeds].",
             "",
-            *_table([f"loss - {BASELINE}", "n", *COMPARED.values()], _difference_rows(result)),
+            *_table(
+                [f"loss - {BASELINE}", "n", *(COMPARED[name] for name in _shown(result, COMPARED))],
+                _difference_rows(result),
+            ),
         ]
     left = [row for row in result["cells"] if row["state"] != "finished"]
     if left:
@@ -150,11 +155,16 @@ def to_markdown(result: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def summary_head(result: Mapping[str, Any]) -> list[str]:
+    """Give the head of the table of means: loss, seeds, and the columns that a result has."""
+    return ["loss", "seeds", *(COLUMNS[name][0] for name in _shown(result, COLUMNS))]
+
+
 def summary_rows(result: Mapping[str, Any]) -> list[list[str]]:
-    """Give the cells of the table of means: loss, seeds, and one column for each of `COLUMNS`."""
+    """Give the cells of the table of means, as `summary_head` names them."""
     rows = []
     for loss, summary in result["summary"].items():
-        cells = [_mean_text(summary["metrics"][name], *COLUMNS[name][1:]) for name in COLUMNS]
+        cells = [_mean_text(summary["metrics"][name], *COLUMNS[name][1:]) for name in _shown(result, COLUMNS)]
         rows.append([loss, str(summary["n"]), *cells])
     return rows
 
@@ -163,8 +173,16 @@ def _difference_rows(result: Mapping[str, Any]) -> list[list[str]]:
     rows = []
     for loss, by_metric in result["differences"].items():
         n = next(iter(by_metric.values()))["n"]
-        rows.append([loss, str(n), *(_difference_text(by_metric[name], *COLUMNS[name][1:]) for name in COMPARED)])
+        names = _shown(result, COMPARED)
+        rows.append([loss, str(n), *(_difference_text(by_metric[name], *COLUMNS[name][1:]) for name in names)])
     return rows
+
+
+def _shown(result: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Leave out what only times have where no answer is a time, and where the result is older than the column."""
+    metrics = [summary["metrics"] for summary in result["summary"].values()]
+    has = lambda name: any(part.get(name, {}).get("mean") is not None for part in metrics)
+    return [name for name in names if name not in _OF_TIMES or has(name)]
 
 
 def _cell_row(cell: Cell, outcome: Outcome) -> dict[str, Any]:

@@ -16,8 +16,9 @@ from train.config import TrainConfig
 from train.coverage import coverage_table
 from train.encode import EncodedExamples, encode_source
 from train.exits import StorageError, UsageError
+from train.figures import save_figure
 from train.files import replace_file
-from train.inspection_plots import bar_chart, draw_kernel, draw_lengths, save_figure
+from train.inspection_plots import bar_chart, draw_kernel, draw_lengths
 from train.overlap import overlap, prompts_of
 from train.preview import MARKS_LEGEND, mark_example
 from train.splits import open_split

@@ -1,11 +1,11 @@
 """Figures of an inspection: the lengths of the examples, and the matrices of the numeric loss."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from smmd_jax import NumericKernel
+from train.figures import make_figure
 
 _BINS = 12
 _BAR = 40
@@ -36,8 +36,7 @@ def bar_chart(lengths: np.ndarray) -> str:
 
 def draw_lengths(lengths: np.ndarray, max_length: int) -> Any:
     """Return a histogram of the examples' lengths, with a line where a row ends."""
-    figure = _make_figure((6.4, 4.0))
-    axes = figure.add_subplot()
+    figure, ((axes,),) = make_figure((6.4, 4.0))
     axes.hist(lengths, bins=min(50, int(lengths.max() - lengths.min()) + 1))
     axes.axvline(max_length, color="C3", label=f"max_length {max_length}")
     axes.set_xlabel("positions of an example")
@@ -49,33 +48,14 @@ def draw_lengths(lengths: np.ndarray, max_length: int) -> Any:
 
 def draw_kernel(kernel: NumericKernel) -> Any:
     """Return heat maps of K and M over the numeric tokens, ordered by value."""
-    figure = _make_figure((10.0, 4.4))
+    figure, (both,) = make_figure((10.0, 4.4), 1, 2)
     values = np.asarray(kernel.values)
     places = np.unique(np.linspace(0, len(values) - 1, min(len(values), 10)).round().astype(int))
-    for axes, (name, matrix) in zip(figure.subplots(1, 2), {"K": kernel.gram, "M": kernel.form}.items(), strict=True):
+    for axes, (name, matrix) in zip(both, {"K": kernel.gram, "M": kernel.form}.items(), strict=True):
         image = axes.imshow(np.asarray(matrix), cmap="viridis", interpolation="nearest")
         figure.colorbar(image, ax=axes)
         axes.set_title(f"{name}, {len(values)} numeric tokens")
         axes.set_xticks(places, [f"{value:g}" for value in values[places]])
         axes.set_yticks(places, [f"{value:g}" for value in values[places]])
         axes.set_xlabel("value of the token")
-    return figure
-
-
-def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure as PNG; the same figure gives the same bytes."""
-    # Without this the file would hold the version of matplotlib.
-    figure.savefig(path, format="png", dpi=120, metadata={"Software": None})
-
-
-def _make_figure(size: tuple[float, float]) -> Any:
-    # Not pyplot: it picks a window system, keeps every figure alive and reads the user's style.
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        figure = Figure(figsize=size, layout="constrained")
-        FigureCanvasAgg(figure)
     return figure

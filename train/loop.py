@@ -26,6 +26,7 @@ from train.log import (
     write_jsonl,
 )
 from train.parameters import check_frozen
+from train.picture_sheet import write_picture_sheet
 from train.preview import describe_step, header, show_examples
 from train.progress import Progress, format_seconds
 from train.prompts import PromptBatch
@@ -80,6 +81,7 @@ def train(config: TrainConfig, argv: Sequence[str]) -> None:
             _Loop(run, checkpoints, records, stop, saved).go(state, start)
             seconds = {"steps": records.progress.seconds, **records.progress.paused_seconds}
     write_plots(folder)
+    write_picture_sheet(folder, config.task, (example for batch in run.prompts for example in batch.examples))
     print(sample_predictions(newest_predictions(folder)), flush=True)
     print(closing_table(read_jsonl(folder / METRICS), read_jsonl(folder / EVALS)), flush=True)
     print("time of this start: " + ", ".join(f"{name} {format_seconds(s)}" for name, s in seconds.items()), flush=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from train.figures import make_figure, save_figure
 from train.log import EVALS, METRICS, PREDICTIONS, read_jsonl
 
 Row = Mapping[str, Any]
@@ -47,8 +48,7 @@ def write_plots(folder: str | os.PathLike[str]) -> list[Path]:
             path.unlink(missing_ok=True)
             continue
         path.parent.mkdir(exist_ok=True)
-        # Without this the file would hold the version of matplotlib.
-        figure.savefig(path, dpi=120, metadata={"Software": None})
+        save_figure(figure, path)
         written.append(path)
     return written
 
@@ -127,19 +127,32 @@ def sample_predictions(predictions: Sequence[Row], *, limit: int = 5, width: int
         >>> print(sample_predictions([{"prompt": "1+1=", "answer": "2", "prediction": "3", "correct": False}]))
         wrong  1+1=  ->  3  (answer 2)
     """
-    wrong = [row for row in predictions if not row.get("correct")]
-    right = [row for row in predictions if row.get("correct")]
-    few = min(len(wrong), max(limit - len(right), (limit + 1) // 2))
     lines = []
-    for row in [*wrong[:few], *right[: limit - few]]:
+    for row in choose_rows(predictions, limit=limit):
         prompt, answer, prediction = (_printable(row.get(n), width) for n in ("prompt", "answer", "prediction"))
         end = "" if row.get("correct") else f"  (answer {answer})"
         lines.append(f"{'right' if row.get('correct') else 'wrong'}  {prompt}  ->  {prediction}{end}")
     return "\n".join(lines) or "no predictions"
 
 
+def choose_rows(predictions: Sequence[Row], *, limit: int) -> list[Row]:
+    """Choose the first wrong and the first right predictions, wrong ones first, half of each where there are enough.
+
+    Example:
+        >>> rows = [{"key": key, "correct": key > "b"} for key in "abcd"]
+        >>> [row["key"] for row in choose_rows(rows, limit=3)]
+        ['a', 'b', 'c']
+    """
+    wrong = [row for row in predictions if not row.get("correct")]
+    right = [row for row in predictions if row.get("correct")]
+    few = min(len(wrong), max(limit - len(right), (limit + 1) // 2))
+    return [*wrong[:few], *right[: limit - few]]
+
+
 def closing_table(metrics: Sequence[Row], evals: Sequence[Row]) -> str:
     """Return the table a run ends with: the newest evaluation of each split, then how the training went.
+
+    Where answers are times, it has the time gap in minutes too, the shorter way round the dial and without the wrap.
 
     Example:
         >>> print(closing_table([], [{"step": 5, "split": "easy", "accuracy": 0.5, "n": 10}]))
@@ -148,13 +161,14 @@ def closing_table(metrics: Sequence[Row], evals: Sequence[Row]) -> str:
         easy      5       50.0 %              -    -             -        -   -          -  10
     """
     newest = {str(row.get("split")): row for row in sorted(evals, key=lambda row: row["step"])}
-    head = ["split", "step", "exact match", "95 % interval", "MAE", "median error", "log MAE", "R2", "no number", "n"]
-    cells = [head]
+    gaps = _GAPS if any(_is_number(row.get("time_gap")) for row in newest.values()) else {}
+    names = {"MAE": "mae", **_ERRORS, **gaps, "no number": "parse_failures", "n": "n"}
+    cells = [["split", "step", "exact match", "95 % interval", *names]]
     for split, row in newest.items():
         low, high = row.get("accuracy_low"), row.get("accuracy_high")
         interval = f"{100 * low:.1f} - {100 * high:.1f} %" if _is_number(low) and _is_number(high) else "-"
         accuracy = f"{100 * row['accuracy']:.1f} %" if _is_number(row.get("accuracy")) else "-"
-        numbers = [_cell(row.get(name)) for name in ("mae", "median_error", "log_mae", "r2", "parse_failures", "n")]
+        numbers = [_cell(row.get(name)) for name in names.values()]
         cells.append([_printable(split, 40), str(row["step"]), accuracy, interval, *numbers])
     lines = _aligned(cells) if newest else ["no evaluation"]
     if metrics:
@@ -192,17 +206,8 @@ def evaluation_table(summary: Row) -> str:
 
 
 def _figure(x_label: str, y_label: str) -> tuple[Any, Any]:
-    # Not pyplot: it picks a window system, keeps every figure alive and reads the user's style.
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        figure = Figure(figsize=(6.4, 4.0), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
-        axes.xaxis.get_major_locator().set_params(integer=True)
+    figure, ((axes,),) = make_figure((6.4, 4.0))
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.grid(alpha=0.3)
