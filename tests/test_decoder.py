@@ -76,6 +76,30 @@ def test_given_positions_are_used_and_equal_the_default_where_they_agree():
     assert np.abs(run(model, input_ids=ids, positions=np.arange(9, dtype=np.int32)[None] + 8) - plain).max() > 1e-3
 
 
+def test_positions_that_the_model_does_not_have_are_refused_outside_jit():
+    config = dataclasses.replace(FAMILIES["tiny"], max_positions=8)
+    model = Decoder(config, rngs=nnx.Rngs(0))
+    (tokens,) = sequences((9,))
+    long, ids = np.array([tokens], np.int32), np.array([tokens[:8]], np.int32)
+    with pytest.raises(ValueError, match="rows of 9 tokens exceed the model's 8 positions"):
+        run(model, input_ids=long)  # the shape is known inside jit too
+    for first, words in ((1, "position 8 and the model has positions 0 to 7"), (-1, "position -1 ")):
+        positions = np.arange(first, first + 8)
+        with pytest.raises(ValueError, match=words):
+            model(ids, positions=positions[None].astype(np.int32))
+    with pytest.raises(ValueError, match="position 8 "):
+        model(long, attention_mask=np.ones_like(long))
+    mask, segments = np.array([[0] + [1] * 8]), np.array([[1] * 4 + [2] * 5])
+    beyond_in_the_padding = np.array([[99, *range(8)]], np.int32)
+    logits = [
+        model(long, attention_mask=mask),
+        model(long, attention_mask=mask, positions=beyond_in_the_padding),
+        model(long, segment_ids=segments),
+        model(ids),
+    ]
+    assert all(np.isfinite(found[0, 1:]).all() for found in logits)
+
+
 def test_rows_without_any_real_token_are_finite_in_value_and_gradient():
     graphdef, state = nnx.split(make_decoder("mistral"))
     batch = padded(sequences((5, 3)), "left", width=6)

@@ -20,7 +20,7 @@ class DecoderConfig:
         hidden_size, intermediate_size: D and F.
         num_layers, num_heads, num_kv_heads: the last divides the second; query head i reads key-value head i // group.
         head_dim: C; None means hidden_size / num_heads.
-        max_positions: longest row that `train.generate` and the cache accept.
+        max_positions: how many positions the model has; longer rows are refused, by `train.generate` too.
         model_type: the Hugging Face name of the family; it chooses nothing but the sharding table and the export.
         rope: rotary embedding of the layers that have one.
         local_rope: rotary embedding of the sliding layers where it differs (gemma3); None means `rope`.

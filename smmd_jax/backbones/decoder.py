@@ -15,7 +15,7 @@ from smmd_jax.backbones.cross_layer import CrossLayer, ImageStates
 from smmd_jax.backbones.layer import DecoderLayer
 from smmd_jax.backbones.norm import RMSNorm
 from smmd_jax.backbones.products import wide_einsum
-from smmd_jax.backbones.rope import rope_rotation
+from smmd_jax.backbones.rope import check_positions, rope_rotation
 from smmd_jax.backbones.stack import REMAT, run_scanned, run_unrolled, stack_modules, unstack_modules
 from smmd_jax.backbones.token_ids import as_token_ids
 
@@ -64,6 +64,8 @@ def _check_arrays(config: DecoderConfig, input_ids, images, **others):
             raise ValueError(f"{name} has shape {list(array.shape)}, input_ids {list(input_ids.shape)}: wanted equal")
         if not (jnp.issubdtype(array.dtype, jnp.integer) or array.dtype == bool):
             raise TypeError(f"{name} is {array.dtype}, wanted integers or booleans, one per token")
+    if all(array is None for array in others.values()) and input_ids.shape[1] > config.max_positions:
+        raise ValueError(f"rows of {input_ids.shape[1]} tokens exceed the model's {config.max_positions} positions")
 
 
 class Decoder(nnx.Module):
@@ -181,7 +183,8 @@ class Decoder(nnx.Module):
         Args:
             input_ids: int [B, T].
             attention_mask: [B, T], non-zero for real tokens; None: all are real. Left and right padding give the same.
-            positions: int [B, T]; None: counted over the real tokens, from 0 in each segment.
+            positions: int [B, T], below `max_positions`, which is checked outside jit; None: counted over the real
+                tokens, from 0 in each segment.
             segment_ids: int [B, T], rows packed with several examples; 0 is padding.
             images: must be None here; the vision families take a dict of arrays.
             embeddings: [B, T, D] what the first layer reads, instead of `embed(input_ids)`.
@@ -192,13 +195,15 @@ class Decoder(nnx.Module):
             [B, T, D] in the dtype of the products.
 
         Raises:
-            ValueError, TypeError: arrays that are not [B, T] or not integers; images for a text backbone.
+            ValueError, TypeError: arrays that are not [B, T] or not integers, positions that the model does not have,
+                images for a text backbone.
         """
         input_ids = as_token_ids(input_ids)
         _check_arrays(
             self.config, input_ids, images, attention_mask=attention_mask, positions=positions, segment_ids=segment_ids
         )
         tokens, positions = _prompt(input_ids, attention_mask, positions, segment_ids)
+        check_positions(positions, tokens.real, self.config.max_positions)
         tables, choices, run = self._per_layer(input_ids.shape[0], positions, tokens, tokens, states)
         keys = None
         if rngs is not None and self.config.dropout:

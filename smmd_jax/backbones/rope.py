@@ -3,9 +3,10 @@
 import math
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +135,28 @@ def rope_magnitude(config: RopeConfig) -> float:
     if config.mscale and config.mscale_all_dim:
         return magnitude(config.mscale) / magnitude(config.mscale_all_dim)
     return magnitude(1.0)
+
+
+def check_positions(
+    positions: Int[ArrayLike, "*axes B T"], real: Bool[ArrayLike, "#B T"], max_positions: int
+) -> None:
+    """Refuse a position of a real token that the model does not have; inside jit, where values are not known, pass.
+
+    Raises:
+        ValueError: a position below 0 or not below `max_positions`; the message says which.
+    """
+    arrays = (positions, real)
+    if any(isinstance(array, jax.core.Tracer) for array in arrays):
+        return
+    if not all(getattr(array, "is_fully_addressable", True) for array in arrays):
+        return
+    found = np.where(np.asarray(real), np.asarray(positions), 0)
+    if found.size and not (found.min() >= 0 and found.max() < max_positions):
+        worst = found.max() if found.max() >= max_positions else found.min()
+        raise ValueError(
+            f"a token has position {worst} and the model has positions 0 to {max_positions - 1}: shorten the rows, or "
+            "start the positions of each example at 0"
+        )
 
 
 def rope_rotation(
