@@ -22,6 +22,7 @@ from train.exits import CheckpointCorruptError, DataError, StorageError, UsageEr
 from train.graders import GRADERS
 from train.hf_folder import export
 from train.log import read_jsonl
+from train.regression_decoding import expected_value, median_value
 from train.sampled_answers import mean_text, median_text
 from train.tasks import TASKS
 from train.trained import read_run_config, restore_trained
@@ -175,6 +176,32 @@ def test_regression_aware_answers_are_graded_and_draw_by_seed(run, tmp_path):
         evaluate(f"--workdir={run}", "--decode=median", "--grader=clock", f"--out={tmp_path}/clock")
 
 
+def test_answers_of_one_token_are_those_of_the_distribution_after_the_prompt(run, tmp_path):
+    pairs = [(1, 2), (3, 3), (0, 7), (4, 1), (12, 40)]
+    rows = [{"prompt": f"What is {a} + {b}?\n", "answer": str(a + b)} for a, b in pairs]
+    (tmp_path / "data").mkdir()
+    write_lines(tmp_path / "data" / "train.jsonl", {"prompt": "0\n", "answer": "0"})
+    write_lines(tmp_path / "data" / "test.jsonl", *rows)
+    ask = lambda decode, *flags: evaluate(
+        f"--workdir={run}", "--task=jsonl", f"--data_dir={tmp_path}/data", f"--decode={decode}", *flags,
+        f"--out={tmp_path}/{decode}"
+    )  # fmt: skip
+    with pytest.raises(DataError, match=r"1 of 5 gold answers are not one numeric token \(example .*: '52'\)"):
+        ask("token_median")
+    config = read_run_config(run)
+    backbone = make_backbone(config)
+    model = restore_trained(run, config, backbone, None).model()
+    ids = np.asarray(numeric_vocab_from_tokenizer(backbone.tokenizer.backend).token_ids)
+    for decode, answer in (("token_expected_value", expected_value), ("token_median", median_value)):
+        ask(decode, "--eval_examples=4", "--eval_batch_size=3")
+        found = read_jsonl(tmp_path / decode / f"jsonl-test-4-{decode}.jsonl")
+        for row, given in zip(found, rows[:4], strict=True):
+            prompt = np.array([backbone.tokenizer.encode_prompt(given["prompt"])])
+            p = np.asarray(jax.nn.softmax(model(prompt)[0, -1]), np.float64)[ids]
+            assert float(row["prediction"]) == pytest.approx(float(answer(p, np.arange(10.0))), rel=1e-5)
+            assert row["parsed"] and row["gold_value"] == float(given["answer"])
+
+
 def write_lines(path, *rows):
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return path
@@ -237,6 +264,7 @@ def test_a_line_that_is_no_prediction_is_refused_with_its_number(tmp_path, line,
         (["--backbone=b", "--task=arith", "--out=c", "--step=1"], "no effect with --backbone: --step"),
         (["--workdir=nowhere"], "not the folder of a run"),
         (["--workdir=a", "--samples=3"], "--samples without --decode"),
+        (["--workdir=a", "--samples=3", "--decode=token_median"], "--samples without --decode"),
         (["--workdir=a", "--numeric_policy=digits"], "--numeric_policy without --distribution"),
         (["--workdir=a", "--task=svmap"], "did you mean svamp"),
         (["--workdir=a", "--grader=clok"], "did you mean clock"),

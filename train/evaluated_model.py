@@ -26,6 +26,7 @@ from train.splits import open_split
 from train.tasks import TASKS, Example, Source
 from train.tasks.published import digest
 from train.teacher_forcing import measure_targets
+from train.token_answers import TOKEN_DECODINGS, check_single_tokens, token_answers
 from train.trained import read_run_config, restore_trained
 
 # Numbers whose mean or median says nothing: minutes of a dial wrap around.
@@ -90,10 +91,14 @@ class EvaluatedModel:
             batch_size=flags.eval_batch_size,
             max_length=self._max_positions - self._max_new_tokens,
         )
-        if flags.distribution:
+        if flags.reads_numeric_tokens:
             self._vocab = numeric_vocab_from_tokenizer(
                 backbone.tokenizer.backend, policy=config.numeric_policy, vocab_size=backbone.config.vocab_size
             )
+        if flags.decode in TOKEN_DECODINGS:
+            examples = (example for batch in self._prompts for example in batch.examples)
+            check_single_tokens(examples, backbone.tokenizer, self._vocab, decode=flags.decode)
+        if flags.distribution:
             self._encoded = encode_source(
                 self._source, backbone.tokenizer, max_length=self._max_positions, max_dropped_fraction=0.0
             )
@@ -114,35 +119,47 @@ class EvaluatedModel:
             "grader": self._grader,
             "max_new_tokens": self._max_new_tokens,
             "decode": flags.decode,
-            **({} if flags.decode == "greedy" else drawn),
-            **({"numeric_policy": config.numeric_policy} if flags.distribution else {}),
+            **(drawn if flags.draws else {}),
+            **({"numeric_policy": config.numeric_policy} if flags.reads_numeric_tokens else {}),
         }
 
     def score(self) -> tuple[Scored, DistributionMetrics | None]:
         """Generate, grade, and with --distribution read the gold answers too."""
         flags, length = self._flags, self._max_new_tokens
-        if flags.decode == "greedy":
-            answers = answer_prompts(self._model, self._tokenizer, self._prompts, max_new_tokens=length)
+        if flags.draws:
+            answers = self._regression_aware_answers()
+        elif flags.decode in TOKEN_DECODINGS:
+            answers = token_answers(self._model, self._prompts, self._vocab, decode=flags.decode)
+            answers = [(example, self._mark + text) for example, text in answers]
         else:
-            drawn = sample_answers(
-                self._model,
-                self._tokenizer,
-                self._prompts,
-                max_new_tokens=length,
-                samples=flags.samples,
-                temperature=flags.temperature,
-                seed=flags.seed,
-            )
-            decode, mark = DECODINGS[flags.decode], "#### " if self._grader == "gsm8k_strict" else ""
-            answers = []
-            for example, texts in drawn:
-                text = decode(texts, lambda text, gold=example.answer: GRADERS[self._grader](text, gold).value)
-                # A mean is no text of the model's; the strict grader reads a number behind its mark only.
-                answers.append((example, text if text in texts else mark + text))
+            answers = answer_prompts(self._model, self._tokenizer, self._prompts, max_new_tokens=length)
         scored = grade_answers(answers, self._grader)
         if not flags.distribution:
             return scored, None
         return scored, measure_targets(self._model, self._encoded, self._vocab, batch_size=flags.eval_batch_size)
+
+    @property
+    def _mark(self) -> str:
+        """What the strict grader reads a number behind; a mean is no text of the model's and has none."""
+        return "#### " if self._grader == "gsm8k_strict" else ""
+
+    def _regression_aware_answers(self) -> list[tuple[Example, str]]:
+        flags = self._flags
+        drawn = sample_answers(
+            self._model,
+            self._tokenizer,
+            self._prompts,
+            max_new_tokens=self._max_new_tokens,
+            samples=flags.samples,
+            temperature=flags.temperature,
+            seed=flags.seed,
+        )
+        answers = []
+        for example, texts in drawn:
+            read = lambda text, gold=example.answer: GRADERS[self._grader](text, gold).value
+            text = DECODINGS[flags.decode](texts, read)
+            answers.append((example, text if text in texts else self._mark + text))
+        return answers
 
 
 def _config(flags: EvaluateFlags, own: TrainConfig | None) -> TrainConfig:

@@ -39,15 +39,18 @@ class EvaluateFlags:
     eval_examples: int = flag_field("First examples of the split; 0: all of them", 0, at_least=0)
     eval_batch_size: int = flag_field("Prompts generated for at a time; changes no answer", 64, at_least=1)
     max_new_tokens: int | None = flag_field("Tokens of an answer that does not end; none: the task's", None, at_least=1)
-    decode: Literal["greedy", "expected_value", "median"] = flag_field(
-        "Answer with the most likely tokens, or with the mean or median of the numbers that drawn answers state",
+    decode: Literal["greedy", "expected_value", "median", "token_expected_value", "token_median"] = flag_field(
+        "Answer with the most likely tokens; with the mean or median of the numbers that drawn answers state; or with "
+        "that of the numeric tokens after the prompt, where answers are one token",
         "greedy",
     )
-    samples: int = flag_field("Answers drawn for a prompt, unless --decode=greedy", 16, at_least=1)
+    samples: int = flag_field("Answers drawn for a prompt by --decode=expected_value or median", 16, at_least=1)
     temperature: float = flag_field("Temperature of the draws", 1.0, above=0)
     seed: int = flag_field("Seed of the draws", 0, at_least=0, below=2**32)
     distribution: bool = flag_field("Also measure the predicted distribution at gold answers' numeric tokens", False)
-    numeric_policy: str = flag_field("Which tokens are numeric for --distribution; empty: the run's", "")
+    numeric_policy: str = flag_field(
+        "Which tokens are numeric for --distribution and --decode=token_...; empty: the run's", ""
+    )
     dtype: Literal["", "float32", "bfloat16"] = flag_field("Dtype of a --backbone; empty: float32", "")
     out: str = flag_field("Folder to write to; empty: evaluations/ of the run", "")
     debug: bool = flag_field("Show the trace of an error", False)
@@ -62,10 +65,10 @@ class EvaluateFlags:
             )
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         useless = [f"--{name}" for name in _USELESS[given[0]] if getattr(self, name) != defaults[name]]
-        if self.decode == "greedy":
+        if not self.draws:
             drawn = (name for name in ("samples", "temperature", "seed") if getattr(self, name) != defaults[name])
             useless += [f"--{name} without --decode" for name in drawn]
-        if not self.distribution and self.numeric_policy:
+        if not self.reads_numeric_tokens and self.numeric_policy:
             useless.append("--numeric_policy without --distribution")
         if useless:
             raise UsageError(f"no effect with --{given[0]}: {', '.join(dict.fromkeys(useless))}; leave it out.")
@@ -73,6 +76,15 @@ class EvaluateFlags:
             raise UsageError("--predictions needs --grader=NAME, or --task=TASK whose grader is meant.")
         if self.backbone and not (self.task and self.out):
             raise UsageError("--backbone needs --task=TASK and --out=FOLDER: nothing is written beside a model.")
+
+    @property
+    def draws(self) -> bool:
+        """Whether several answers are drawn for each prompt."""
+        return self.decode in ("expected_value", "median")
+
+    @property
+    def reads_numeric_tokens(self) -> bool:
+        return self.distribution or self.decode.startswith("token_")
 
 
 _SUBJECTS = ("workdir", "backbone", "predictions")

@@ -95,9 +95,17 @@ def mean_text(texts: Sequence[str], read: Reader) -> str:
       ('2.5', '1.333333333333', 'x')
     """
     mean = mean_of_samples(read(text) for text in texts)
-    if mean is None:
-        return texts[0]
-    scaled = round(mean * 10**_DECIMALS)
+    return texts[0] if mean is None else number_text(mean)
+
+
+def number_text(number: Fraction) -> str:
+    """Write a number out, rounded to twelve decimals.
+
+    Example:
+      >>> number_text(Fraction(-1, 3)), number_text(Fraction(40))
+      ('-0.333333333333', '40')
+    """
+    scaled = round(number * 10**_DECIMALS)
     whole, decimals = divmod(abs(scaled), 10**_DECIMALS)
     text = f"{whole}.{decimals:0{_DECIMALS}d}".rstrip("0").rstrip(".")
     return f"-{text}" if scaled < 0 else text
