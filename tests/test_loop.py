@@ -8,10 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smmd_jax import LOSSES
+from smmd_jax import LOSSES, TokenizerError
+from smmd_jax.backbones import PRESETS
 from tests import runs
 from tests.runs import HARD, numbers_of, rows_of, state_of, steps_of, train_here
+from tests.test_data import toy_tokenizer
 from train.assembly import assemble
+from train.backbone import Backbone
 from train.config import parse_command_line
 from train.data import Batches
 from train.exits import DataError, NonFiniteError, StorageError, UsageError
@@ -316,6 +319,56 @@ def test_data_without_a_number_are_refused_for_a_numeric_loss_only(tmp_path, mon
         assemble_with(tmp_path / "cache", tmp_path, *flags)
     assert refused.value.exit_code == 3
     assert assemble_with(tmp_path / "cache", tmp_path, *flags, "--loss=ce").statistics.numeric_tokens == 0
+
+
+@pytest.mark.parametrize("loss", ["ce", "smmd"])
+def test_a_tokenizer_without_numbers_is_refused_with_the_flags_that_choose_them(loss, tmp_path, monkeypatch):
+    class Words:
+        fingerprint = "words"
+
+        def __len__(self):
+            return 30
+
+        def __getitem__(self, index):
+            return Example(key=str(index), prompt="=", answer="yes")
+
+    tokenizer = toy_tokenizer({"y": 0, "e": 1, "s": 2, "=": 3, "end": 4})
+    backbone = Backbone(
+        name="words", tokenizer=tokenizer, config=dataclasses.replace(PRESETS["tiny"], vocab_size=5), folder=None
+    )
+    monkeypatch.setattr("train.assembly.make_backbone", lambda config: backbone)
+    task = dataclasses.replace(TASKS["arith"], make_source=lambda split, **options: Words())
+    monkeypatch.setitem(TASKS, "arith", task)
+    words = r"backbone=words, numeric_policy=integers: none of 5 tokens is a number .*: --numeric_policy, --backbone\."
+    with pytest.raises(TokenizerError, match=words):
+        assemble_with(tmp_path / "cache", tmp_path, f"--loss={loss}", "--eval_examples=2")
+
+
+class ANumberInTen:
+    """Of thirty examples, three have a number in their answer; each fills a row of its own."""
+
+    fingerprint = "a number in ten"
+
+    def __len__(self):
+        return 30
+
+    def __getitem__(self, index):
+        return Example(key=str(index), prompt="1 + 1?\n", answer="yes" if index % 10 else "the answer is 2")
+
+
+@pytest.mark.parametrize("loss", ["smmd", pytest.param("ce", marks=pytest.mark.slow)])
+def test_steps_without_a_number_are_said_once_and_counted_at_the_end(loss, tmp_path, monkeypatch):
+    without_evaluation(monkeypatch)
+    task = dataclasses.replace(TASKS["arith"], make_source=lambda split, **options: ANumberInTen())
+    monkeypatch.setitem(TASKS, "arith", task)
+    flags = (f"--loss={loss}", "--batch_size=1", "--max_length=24", "--checkpoint_every=0")
+    out, err = runs.captured(train_here, tmp_path / "run", tmp_path, *flags)
+    rows = rows_of(tmp_path / "run")
+    without = sum(row["numeric_count"] == 0 for row in rows)
+    assert len(rows) == 12 and 1 < without < 12  # else the test shows nothing
+    assert all(row["numeric"] == 0 for row in rows if row["numeric_count"] == 0 and loss != "ce")
+    said = err.count("none of the targets of step"), f"{without} of the 12 steps of this start had no numeric" in out
+    assert said == ((0, False) if loss == "ce" else (1, True))
 
 
 def losses_of(folder):

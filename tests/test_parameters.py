@@ -81,6 +81,19 @@ def test_adapters_alone_are_trained_beside_frozen_parameters(data_dir):
     assert run.parameter_count == sum(sizes) and run.trained_count == sizes[1]
 
 
+def test_a_rank_beyond_a_matrix_is_said_and_one_beyond_all_of_them_is_refused(data_dir, monkeypatch):
+    monkeypatch.setitem(PRESETS, "tiny", dataclasses.replace(PRESETS["tiny"], num_kv_heads=1))
+    assert not assembled(data_dir, "--lora_rank=16").notes
+    notes = assembled(data_dir, "--lora_rank=17").notes
+    assert notes == (
+        "lora_rank=17 is more than the smaller side of k_proj (16), v_proj (16); a rank beyond it adds nothing.",
+    )
+    with pytest.raises(UsageError, match=r"lora_rank=33 is more .* every matrix .*, k_proj \(16\),.* o_proj \(32\)"):
+        assembled(data_dir, "--lora_rank=33", "--scan_layers=true")
+    with pytest.raises(UsageError, match=r"lora_rank=17 .* every matrix with adapters, v_proj \(16\)"):
+        assembled(data_dir, "--lora_rank=17", "--lora_targets=v_proj")
+
+
 def test_adapters_do_not_depend_on_the_cut_into_micro_batches(data_dir):
     flags = ("--lora_rank=2", "--optimizer=sgd", "--learning_rate=0.1", "--warmup_steps=0", "--clip_norm=0")
     states = []

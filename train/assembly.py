@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from smmd_jax import LOSSES, NumericKernel, NumericVocab, make_numeric_kernel, numeric_vocab_from_tokenizer
 from smmd_jax.backbones import DecoderConfig, join_parameters
+from smmd_jax.errors import TokenizerError
 from train.backbone import Backbone, make_backbone
 from train.config import TrainConfig, parse_mesh
 from train.data import Batch, Batches, make_batches
@@ -139,9 +140,7 @@ def assemble(config: TrainConfig) -> Run:
             cache_dir=cache_folder(config),
         )
         prompts = _prompts(task, tokenizer, model_config, config)
-    vocab = numeric_vocab_from_tokenizer(
-        tokenizer.backend, policy=config.numeric_policy, vocab_size=model_config.vocab_size
-    )
+    vocab = _numeric_vocab(backbone, config)
     statistics = batches.encoded.statistics(np.asarray(vocab.token_ids))
     if not (statistics.numeric_tokens or objective.is_plain):
         raise DataError(
@@ -161,6 +160,12 @@ def assemble(config: TrainConfig) -> Run:
         )
 
         parameters = make_parameters(config, backbone, mesh)
+        notes = (
+            *backbone.notes,
+            *getattr(source, "notes", ()),
+            *_unused_flags(objective, config),
+            *_wide_adapters(parameters, config),
+        )
 
     program = make_program(
         parameters, objective, optimizer, mesh, grad_accum=config.grad_accum, seed=config.seed
@@ -179,7 +184,7 @@ def assemble(config: TrainConfig) -> Run:
         statistics=statistics,
         prompts=prompts,
         backbone_folder=backbone.folder,
-        notes=(*backbone.notes, *getattr(source, "notes", ()), *_unused_flags(objective, config)),
+        notes=notes,
     )
 
 
@@ -209,6 +214,19 @@ def _prompts(
         examples=config.eval_examples or len(source),
         max_length=model_config.max_positions - task.max_new_tokens,
     )
+
+
+def _numeric_vocab(backbone: Backbone, config: TrainConfig) -> NumericVocab:
+    """Find the numeric tokens; plain cross entropy needs them too, for the counts of the log."""
+    try:
+        return numeric_vocab_from_tokenizer(
+            backbone.tokenizer.backend, policy=config.numeric_policy, vocab_size=backbone.config.vocab_size
+        )
+    except TokenizerError as error:
+        raise TokenizerError(
+            f"backbone={backbone.name}, numeric_policy={config.numeric_policy}: {error}. Flags: --numeric_policy, "
+            "--backbone."
+        ) from error
 
 
 def _kernel(objective: Objective, vocab: NumericVocab, config: TrainConfig) -> NumericKernel | NumericVocab:
@@ -274,6 +292,30 @@ def _unused_flags(objective: Objective, config: TrainConfig) -> tuple[str, ...]:
         for name in names
         if getattr(config, name) != defaults[name]
     )
+
+
+def _wide_adapters(parameters: Parameters, config: TrainConfig) -> tuple[str, ...]:
+    """Name the matrices whose smaller side is below the rank of their adapters, which then gains nothing.
+
+    Raises:
+      ValueError: all of them.
+    """
+    sides: dict[str, int] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(parameters.trainable_like) if config.lora_rank else ():
+        *_, matrix, name = (key.key if hasattr(key, "key") else key for key in path)
+        if name in ("lora_a", "lora_b"):
+            side = leaf.shape[-2] if name == "lora_a" else leaf.shape[-1]
+            sides[matrix] = min(side, sides.get(matrix, side))
+    wide = {matrix: side for matrix, side in sides.items() if config.lora_rank > side}
+    if not wide:
+        return ()
+    shown = ", ".join(f"{matrix} ({side})" for matrix, side in wide.items())
+    if len(wide) == len(sides):
+        raise ValueError(
+            f"lora_rank={config.lora_rank} is more than the smaller side of every matrix with adapters, {shown}: they "
+            "would be larger than the matrices; choose a smaller rank, or --lora_rank=0 to train all parameters."
+        )
+    return (f"lora_rank={config.lora_rank} is more than the smaller side of {shown}; a rank beyond it adds nothing.",)
 
 
 @contextlib.contextmanager

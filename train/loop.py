@@ -78,12 +78,16 @@ def train(config: TrainConfig, argv: Sequence[str]) -> None:
             if config.tensorboard:
                 records.tensorboard = TensorBoardWriter(folder / "tensorboard", resume_step=resume_step)
                 stack.callback(records.tensorboard.close)
-            _Loop(run, checkpoints, records, stop, saved).go(state, start)
+            loop = _Loop(run, checkpoints, records, stop, saved)
+            loop.go(state, start)
             seconds = {"steps": records.progress.seconds, **records.progress.paused_seconds}
     write_plots(folder)
     write_picture_sheet(folder, config.task, (example for batch in run.prompts for example in batch.examples))
     print(sample_predictions(newest_predictions(folder)), flush=True)
     print(closing_table(read_jsonl(folder / METRICS), read_jsonl(folder / EVALS)), flush=True)
+    if loop.steps_without_numbers:
+        share = f"{loop.steps_without_numbers:,} of the {config.steps - start:,} steps of this start"
+        print(f"{share} had no numeric target: there the numeric term was 0", flush=True)
     print("time of this start: " + ", ".join(f"{name} {format_seconds(s)}" for name, s in seconds.items()), flush=True)
 
 
@@ -124,6 +128,7 @@ class _Loop:
         self._saved = saved
         self._in_flight: _InFlight | None = None
         self._input_wait = 0.0
+        self.steps_without_numbers = 0
 
     def go(self, state: TrainState, start: int) -> None:
         """Run the steps that are left; the metrics of a step are read while the next one runs."""
@@ -174,6 +179,8 @@ class _Loop:
         progress = self.records.progress
         progress.advance(step, tokens=self.tokens_per_step)
         is_finite = values.pop("is_finite")
+        if not (values["numeric_count"] or self.run.objective.is_plain):
+            self._count_step_without_numbers(step)
         if is_finite and not (step == 1 or self._is_last(step) or self._every(self.config.log_every, step)):
             return
         row = {
@@ -203,6 +210,14 @@ class _Loop:
             )
         shown = {name: row[name] for name in ("loss", "ce", "numeric") if row[name] is not None}
         progress.show(shown)
+
+    def _count_step_without_numbers(self, step: int) -> None:
+        self.steps_without_numbers += 1
+        if self.steps_without_numbers == 1:
+            self.records.progress.say(
+                f"note: none of the targets of step {step} is a number, so its numeric term is 0; such steps are "
+                "counted, and their number is given at the end. Larger batches have fewer of them."
+            )
 
     def _evaluate_if_due(self, state: TrainState, step: int, position: dict[str, Any]) -> None:
         split = self.config.eval_split or self.run.task.eval_split
