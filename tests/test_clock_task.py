@@ -18,8 +18,9 @@ from train.image_files import read_image
 from train.metrics import score
 from train.overlap import overlap, prompts_of
 from train.tasks import TASKS
-from train.tasks.clock import DIAL_SETS, DialSet, generate_dials, make_source, split_of_picture
+from train.tasks.clock import DIAL_SETS, DialSet, generate_dials, make_source
 from train.tasks.clock_files import find_photos, read_time
+from train.tasks.painted import split_of_picture
 
 FEW = {"train": 160, "test": 30}
 

@@ -2,24 +2,24 @@
 
 import dataclasses
 import hashlib
-import io
 import random
 from collections.abc import Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
 
 import numpy as np
+from PIL import Image
 
 from train.exits import UsageError
 from train.tasks.base import Example, Task
 from train.tasks.clock_files import make_photo_source
 from train.tasks.dial import DIAL_VERSION, Family, draw_dial, paint_dial
+from train.tasks.painted import paint_for_split
 from train.tasks.prepared import Record, RecordBuilder, RecordConfig, RecordSource, prepare_builder
 
 SPLITS = ("train", "test")
 # A model that reads letter by letter pays a position for each of them; one that chats is told the form of the answer.
 PROMPTS = {"plain": "Time?\n", "chat": "What time does the clock show? Answer as H:MM."}
-_TEST_BUCKETS, _BUCKETS = 1, 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,11 +86,9 @@ def generate_dials(dials: DialSet, *, split: str, seed: int) -> Iterator[Record]
         if place == 0:
             order = list(times)
             random.Random(f"clock-times/{split}/{seed}/{index // len(times)}").shuffle(order)
-        hour, minute = order[place]
-        yield {
-            "image": _paint(dials, f"{split}/{seed}/{index}", split, hour, minute),
-            "time": format_time(hour, minute),
-        }
+        name = f"clock/{DIAL_VERSION}/{split}/{seed}/{index}"
+        _, image = paint_for_split(partial(_paint, dials, *order[place]), name=name, split=split)
+        yield {"image": image, "time": format_time(*order[place])}
 
 
 def format_time(hour: int, minute: int) -> str:
@@ -142,7 +140,7 @@ def make_source(
         )
     dials = DIAL_SETS[name]
     dials = dataclasses.replace(dials, examples={**dials.examples, **(examples or {})})
-    parts = (DIAL_VERSION, dials.family, dials.step, dials.size, sorted(dials.examples.items()), _BUCKETS)
+    parts = (DIAL_VERSION, dials.family, dials.step, dials.size, sorted(dials.examples.items()))
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
     config = RecordConfig(
         name=f"{name}-seed{seed}-{digest}",
@@ -157,28 +155,10 @@ def make_source(
     )
 
 
-def _paint(dials: DialSet, name: str, split: str, hour: int, minute: int) -> bytes:
-    rng = random.Random(f"clock/{DIAL_VERSION}/{name}")
-    while True:
-        dial = draw_dial(rng, hour, minute, dials.family)
-        noise = np.random.default_rng(rng.getrandbits(64)) if dial.noise else None
-        image = paint_dial(dial, dials.size, rng=noise)
-        if split_of_picture(image.convert("RGB").tobytes()) == split:
-            break
-    stream = io.BytesIO()
-    image.save(stream, "PNG")
-    return stream.getvalue()
-
-
-def split_of_picture(pixels: bytes) -> str:
-    """Say to which split a picture belongs: one in four is for the test.
-
-    Example:
-      >>> {split_of_picture(bytes([level] * 12)) for level in range(99)} == {"train", "test"}
-      True
-    """
-    bucket = hashlib.blake2b(pixels, digest_size=8).digest()[0] % _BUCKETS
-    return "test" if bucket < _TEST_BUCKETS else "train"
+def _paint(dials: DialSet, hour: int, minute: int, rng: random.Random) -> tuple[None, Image.Image]:
+    dial = draw_dial(rng, hour, minute, dials.family)
+    noise = np.random.default_rng(rng.getrandbits(64)) if dial.noise else None
+    return None, paint_dial(dial, dials.size, rng=noise)
 
 
 CLOCK = Task(

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
+
+from train.tasks.painted import paste_text, text_mask
 
 # Raised whenever the same seed would give other dials, so that data prepared earlier are never reused.
 DIAL_VERSION = 1
@@ -257,10 +259,10 @@ class _Painter:
 
     def _text(self, text: str, angle: float, along: float) -> None:
         turn = self._dial.turns * 90.0 + (0.0 if self._dial.upright else angle)
-        mask = _text_mask(text, max(6, round(0.3 * self._radius / (1.4 if len(text) > 2 else 1.0))), turn % 360.0)
+        mask = text_mask(text, max(6, round(0.3 * self._radius / (1.4 if len(text) > 2 else 1.0))), turn % 360.0)
         x, y = self._direction(angle)
-        corner = (round(self._x + along * x - mask.width / 2), round(self._y + along * y - mask.height / 2))
-        self._canvas.paste(self._ink(self._dial.ink), (*corner, corner[0] + mask.width, corner[1] + mask.height), mask)
+        place = (self._x + along * x, self._y + along * y)
+        paste_text(self._canvas, mask, place, self._ink(self._dial.ink))
 
 
 def _numerals(kind: str) -> Iterator[tuple[float, str]]:
@@ -268,13 +270,3 @@ def _numerals(kind: str) -> Iterator[tuple[float, str]]:
         if kind == "none" or (kind == "quarters" and place % 3):
             continue
         yield 30.0 * place, _ROMAN[place] if kind == "roman" else str(place or 12)
-
-
-@functools.lru_cache(maxsize=4096)
-def _text_mask(text: str, height: int, turn: float) -> Image.Image:
-    """The text in white on black, turned clockwise, cut to its ink."""
-    font = ImageFont.load_default(height)
-    left, top, right, bottom = font.getbbox(text)
-    mask = Image.new("L", (math.ceil(right - left), math.ceil(bottom - top)))
-    ImageDraw.Draw(mask).text((-left, -top), text, fill=255, font=font)
-    return mask.rotate(-turn, resample=Image.Resampling.BICUBIC, expand=True) if turn else mask
