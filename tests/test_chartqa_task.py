@@ -129,7 +129,8 @@ def test_questions_that_cannot_be_used_are_counted_by_reason(published):
     place = published / "ChartQA Dataset" / "train"
     bad = [
         ask("none.png"), ask("a\0.png"), ask("text.png"), ask("cut.png"), ask("a.png", ""),
-        ask("a.png", label=["a", "b"]), ask("a.png", label=None), ["list"], "text", ask("v2.png"), ask("v2.png", "Which?"),
+        ask("a.png", label=["a", "b"]), ask("a.png", label=None), ["list"], "text", ask("v2.png"),
+        ask("v2.png", "Which?"),
     ]  # fmt: skip
     write(place, {"text.png": b"words", "cut.png": png(9)[:30], "v2.png": png(3)}, train_human=[ask("a.png"), *bad])
     source = make_source("train", data_dir=str(published), variant="published")
