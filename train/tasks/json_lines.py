@@ -54,8 +54,6 @@ class JsonLines:
         self.bad, self.lines, records = bad, 0, 0
         with open(self.path, "rb") as stream:
             for self.lines, line in _lines(stream):
-                if records == self.limit:
-                    return
                 if line is not None and not line.strip():
                     continue
                 try:
@@ -67,6 +65,8 @@ class JsonLines:
                     continue
                 records += 1
                 yield record
+                if records == self.limit:
+                    return
 
     def left_out(self) -> dict[str, Any]:
         """Describe the last reading for JSON: lines, and for each reason the number of lines and the first of them."""
