@@ -54,6 +54,8 @@ def test_tiny_starts_at_random_with_the_digit_level_tokenizer():
     assert (found.folder, found.notes, found.config.dropout) == (None, (), 0.25)
     assert found.tokenizer.fingerprint == TOKENIZER.fingerprint
     assert found.config.vocab_size == TOKENIZER.vocab_size and found.eos_ids == (TOKENIZER.eos_id,)
+    positions = [make_backbone(make_config("tiny", max_length=length)).config.max_positions for length in (64, 2048)]
+    assert positions == [1024, 2048]
 
 
 def test_a_folder_gives_its_config_with_the_runs_dropout(folder):

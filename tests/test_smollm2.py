@@ -153,7 +153,7 @@ def test_two_steps_of_fine_tuning_are_taken_saved_and_evaluated(installed, flags
     assert re.search(words, out), out
     first, second = rows_of(tmp_path / "run")
     # A model that had not been read would begin at log 49,152 = 10.8.
-    assert 0 < first["ce"] < 6 and first["loss"] == pytest.approx(first["ce"] + 3 * first["numeric"], rel=1e-5)
+    assert 0 < first["ce"] < 8 and first["loss"] == pytest.approx(first["ce"] + 3 * first["numeric"], rel=1e-5)
     assert second["loss"] != first["loss"] and np.isfinite([second["loss"], second["grad_norm"]]).all()
     assert [(row["step"], row["n"]) for row in rows_of(tmp_path / "run", "eval.jsonl")] == [(0, 2), (2, 2)]
     assert steps_of(tmp_path / "run") == [2]

@@ -2,13 +2,15 @@
 
 import dataclasses
 import json
+import os
+import re
 
 import pytest
 
-from tests.runs import shrink
+from tests.runs import ROOT, shrink
 from tests.test_word_problems import GSM8K_ROWS, SVAMP_ROWS
 from train.assembly import assemble
-from train.config import make_config
+from train.config import make_config, parse_command_line
 from train.exits import DataError, UsageError
 from train.log import EVALS, PREDICTIONS, read_jsonl
 from train.loop import train
@@ -81,3 +83,26 @@ def test_long_examples_are_counted_and_refused_never_cut(files):
 def test_a_split_of_another_variant_is_a_wrong_flag(files, variant, split):
     with pytest.raises(UsageError, match="unknown split"):
         TASKS["arith"].make_source(split, data_dir=str(files), variant=variant)
+
+
+def documented_commands() -> list[str]:
+    text = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
+    return re.findall(r"^python -m train\.main (--task=(?:gsm8k|svamp).*--data_dir=data.*)$", text, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.realdata
+@pytest.mark.parametrize("command", documented_commands())
+def test_the_documented_commands_keep_every_published_example(command, tmp_path, monkeypatch):
+    folder = os.environ.get("SMMD_DATA_DIR", "")
+    if not os.path.isdir(os.path.join(folder, "gsm8k")):
+        pytest.skip("SMMD_DATA_DIR holds no gsm8k")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    argv = ["main", *command.replace("--data_dir=data", f"--data_dir={folder}").split(), "--eval_examples=0"]
+    run = assemble(parse_command_line(argv, tables=TABLES))
+    assert (run.statistics.examples, run.statistics.dropped) == (7473, 0)
+    assert sum(len(batch.examples) for batch in run.prompts) == {"gsm8k": 1319, "svamp": 1000}[run.task.name]
+
+
+def test_the_documented_commands_are_found():
+    assert len(documented_commands()) == 2

@@ -65,7 +65,13 @@ def make_backbone(config: TrainConfig) -> Backbone:
         tokenizer = make_task_tokenizer()
         if chat:
             raise UsageError(f"task={config.task} asks its questions as chats, and backbone=tiny has no chat template.")
-        decoder = dataclasses.replace(PRESETS[name], vocab_size=tokenizer.vocab_size, dropout=config.dropout)
+        decoder = dataclasses.replace(
+            PRESETS[name],
+            vocab_size=tokenizer.vocab_size,
+            dropout=config.dropout,
+            # It has learnt no positions yet: it takes those of the run's rows.
+            max_positions=max(PRESETS[name].max_positions, config.max_length),
+        )
         return Backbone(name=name, tokenizer=tokenizer, config=decoder, folder=None)
     folder, notes = _find(name)
     _check_files(name, folder)

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
 from train.exits import DataError, UsageError
 from train.tasks import gsm8k
@@ -127,6 +126,7 @@ SVAMP = Task(
     grader="gsm8k_flexible",
     file_variants=tuple(VARIANTS),
     max_new_tokens=512,
-    defaults=MappingProxyType(dict(gsm8k.GSM8K.defaults)),
+    defaults=gsm8k.GSM8K.defaults,
+    pretrained_defaults=gsm8k.GSM8K.pretrained_defaults,
     make_source=make_source,
 )
