@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -23,6 +22,7 @@ from train.encode import Statistics
 from train.exits import DataError, StorageError, UsageError
 from train.objective import Objective, make_objective
 from train.optimizer import Schedule, make_optimizer, make_schedule
+from train.own_loss import check_own_loss
 from train.parameters import Parameters, make_parameters
 from train.partition import batch_sharding, check_batch_size, make_mesh, replicated
 from train.program import Program, batch_like, make_program
@@ -151,7 +151,7 @@ def assemble(config: TrainConfig) -> Run:
     with _usage_errors():
         kernel = jax.device_put(_kernel(objective, vocab, config), replicated(mesh))
         if config.loss not in LOSSES:
-            _check_own_loss(objective, kernel, model_config.vocab_size, config.loss)
+            check_own_loss(config.loss, kernel, model_config.vocab_size)
         schedule = make_schedule(
             config.schedule, learning_rate=config.learning_rate, warmup_steps=config.warmup, steps=config.steps
         )
@@ -250,31 +250,6 @@ def _check_objective(objective: Objective, config: TrainConfig) -> None:
     if objective.spec.needs == "sequence" and config.normalize_by == "tokens":
         raise ValueError(
             f"loss={config.loss} has one value per sample, so normalize_by=tokens has no meaning; leave it at numeric."
-        )
-
-
-def _check_own_loss(objective: Objective, kernel: Any, vocab_size: int, name: str) -> None:
-    """Trace a loss of one's own: a mean in the place of one value per position would train, and on something else."""
-    shape = (2, 3)
-    is_sequence = objective.spec.needs == "sequence"
-
-    def losses(logits, targets, mask, segment_ids):
-        options = {"segment_ids": segment_ids} if is_sequence else {}
-        return objective.spec.function(logits, targets, kernel, mask=mask, **options)
-
-    operands = [((*shape, vocab_size), jnp.float32), (shape, jnp.int32), (shape, jnp.bool_), (shape, jnp.int32)]
-    try:
-        found = jax.eval_shape(losses, *(jax.ShapeDtypeStruct(*operand) for operand in operands)).shape
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ValueError(
-            f"loss {name} cannot be called as (logits [B, T, V], targets [B, T], kernel, *, mask [B, T]): {reason}"
-        ) from error
-    wanted = shape[:1] if is_sequence else shape
-    if found != wanted:
-        raise ValueError(
-            f"loss {name} gives shape {list(found)} for targets of shape {list(shape)}; wanted {list(wanted)}, one "
-            f"value per {objective.spec.needs}, unreduced: the step divides by the counts of the whole batch."
         )
 
 

@@ -1,7 +1,6 @@
 """What is minimised: cross entropy and a numeric loss, as sums whose coefficients are known before the backward."""
 
 import dataclasses
-import importlib
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from smmd_jax import LOSSES, LossSpec, cross_entropy_loss, numeric_mask
 from smmd_jax.operands import live_rows, match_targets
 from train.data import Batch
+from train.own_loss import at_numbers, find_own_loss
 
 
 @jax.tree_util.register_dataclass
@@ -146,31 +146,13 @@ def make_objective(loss: str, *, weight: float | None = None, normalize_by: str 
 
     Args:
       loss: a name in `smmd_jax.LOSSES`, or "package.module:function" with the call
-        (logits, targets, kernel, *, mask) -> one value per position; the module may hold a `LossSpec` instead.
+        (logits, targets, kernel, *, mask) -> one value per position, counted where the target is numeric; the module
+        may hold a `LossSpec` instead (see `train.own_loss`).
       weight: None takes the loss's own default (1.0 for a function of one's own).
       normalize_by: "numeric" or "tokens".
 
     Raises:
       ValueError: an unknown loss (the known ones are listed), a module or function that cannot be found.
     """
-    spec = LOSSES[loss] if loss in LOSSES else _own_loss(loss)
+    spec = LOSSES[loss] if loss in LOSSES else at_numbers(find_own_loss(loss))
     return Objective(spec=spec, weight=spec.default_weight if weight is None else weight, normalize_by=normalize_by)
-
-
-def _own_loss(path: str) -> LossSpec:
-    module_name, colon, function_name = path.partition(":")
-    if not colon:
-        raise ValueError(
-            f"unknown loss {path!r}; known: {', '.join(LOSSES)}, or package.module:function for a loss of your own."
-        )
-    try:
-        found = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"loss {path!r} cannot be imported ({error}); give package.module:function with the module on the path."
-        ) from error
-    if isinstance(found, LossSpec):
-        return found
-    if not callable(found):
-        raise ValueError(f"loss {path!r} is a {type(found).__name__}; wanted a function or a LossSpec.")
-    return LossSpec(function=found, terms="smmd", default_weight=1.0, source=path)
