@@ -16,6 +16,7 @@ from smmd_jax import LOSSES, NumericKernel, NumericVocab, make_numeric_kernel, n
 from smmd_jax.backbones import DecoderConfig, join_parameters
 from smmd_jax.errors import TokenizerError
 from train.backbone import Backbone, make_backbone
+from train.chunked_head import choose_logits
 from train.config import TrainConfig, parse_mesh
 from train.data import Batch, Batches, make_batches
 from train.encode import Statistics
@@ -149,6 +150,15 @@ def assemble(config: TrainConfig) -> Run:
             "another --numeric_policy, or --loss=ce."
         )
     with _usage_errors():
+        logits = choose_logits(
+            config.logits,
+            objective.spec,
+            rows=config.batch_size // config.grad_accum,
+            length=config.max_length,
+            width=model_config.vocab_size,
+            mesh=mesh,
+        )
+        objective = dataclasses.replace(objective, logits=logits, mesh=mesh)
         kernel = jax.device_put(_kernel(objective, vocab, config), replicated(mesh))
         if config.loss not in LOSSES:
             check_own_loss(config.loss, kernel, model_config.vocab_size)

@@ -83,6 +83,12 @@ class TrainConfig:
         "Positions the numeric loss is averaged over: numeric ones, or all supervised ones", "numeric"
     )
     numeric_policy: str = flag_field("Which tokens count as numbers", "integers")
+    logits: Literal["", "dense", "chunked"] = flag_field(
+        "Logits of all positions at once, or of a chunk at a time; empty: chunked where those of a micro-batch on one "
+        "device take more than 256 MiB",
+        "",
+        resumable=True,
+    )
 
     steps: int = flag_field("Optimizer steps of the whole run", 1000, at_least=1, resumable=True)
     batch_size: int = flag_field("Rows of one optimizer step, over all devices", 64, at_least=1)

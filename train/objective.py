@@ -6,10 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from smmd_jax import LOSSES, LossSpec, cross_entropy_loss, numeric_mask
 from smmd_jax.operands import live_rows, match_targets
+from train.chunked_head import chunked_losses
 from train.data import Batch
 from train.own_loss import at_numbers, find_own_loss
 
@@ -53,12 +55,16 @@ class Objective:
       weight: the paper's lambda.
       normalize_by: "numeric": L is the mean over numeric positions (samples, for a loss of sequences); "tokens": over
         supervised positions.
+      logits: "dense": of all positions at once; "chunked": see `train.chunked_head`.
+      mesh: that the rows of a batch lie on; read where the logits are chunked.
       is_plain: cross entropy alone; the numeric loss is not computed.
     """
 
     spec: LossSpec
     weight: float
     normalize_by: str = "numeric"
+    logits: str = "dense"
+    mesh: Mesh | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -75,8 +81,20 @@ class Objective:
         starts = _sample_starts(batch)
         return Counts(*(jnp.sum(mask, dtype=jnp.int32) for mask in (batch.target_mask, numeric, starts)))
 
+    def total(
+        self, model: Any, hidden: Float[Array, "B T D"], batch: Batch, kernel: Any, coefficients: Sums
+    ) -> tuple[Float[Array, ""], Sums]:
+        """Give sum_i coefficients_i sums_i of a batch or micro-batch, differentiable, and the sums themselves."""
+        if self.logits == "chunked":
+            return self._chunked(model, hidden, batch, kernel, coefficients)
+        sums = self.sums(model, hidden, batch, kernel)
+        return _dot(coefficients, sums), sums
+
     def sums(self, model: Any, hidden: Float[Array, "B T D"], batch: Batch, kernel: Any) -> Sums:
-        """Sum the losses of a batch or micro-batch, given its hidden states; differentiable."""
+        """Sum the losses of a batch or micro-batch, given its hidden states."""
+        if self.logits == "chunked":
+            zero = jnp.zeros(())
+            return self._chunked(model, hidden, batch, kernel, Sums(ce=zero, ce_at_numbers=zero, numeric=zero))[1]
         logits = model.logits(hidden)
         ce = cross_entropy_loss(logits, batch.targets, mask=batch.target_mask)
         numeric = numeric_mask(batch.targets, kernel, mask=batch.target_mask)
@@ -85,6 +103,28 @@ class Objective:
         if not self.is_plain:
             value = jnp.sum(self._numeric_losses(model, hidden, logits, batch, kernel))
         return Sums(ce=jnp.sum(ce), ce_at_numbers=ce_at_numbers, numeric=value)
+
+    def _chunked(self, model, hidden, batch, kernel, coefficients):
+        is_number = numeric_mask(batch.targets, kernel, mask=batch.target_mask)
+        by_position = self.spec.needs == "position" and not self.is_plain
+        total, ce, numeric = chunked_losses(
+            hidden,
+            model.stored_head,
+            batch.targets,
+            kernel,
+            spec=self.spec if by_position else None,
+            ce_weights=coefficients.ce * batch.target_mask + coefficients.ce_at_numbers * is_number,
+            numeric_weights=coefficients.numeric * batch.target_mask,
+            mask=batch.target_mask,
+            mesh=self.mesh,
+        )
+        value = jnp.sum(numeric)
+        if not (by_position or self.is_plain):
+            # A loss of sequences reads numeric columns alone: N of V, for all positions.
+            value = jnp.sum(self._numeric_losses(model, hidden, None, batch, kernel))
+            total = total + coefficients.numeric * value
+        ce_at_numbers = jnp.sum(jnp.where(is_number, ce, 0.0))
+        return total, Sums(ce=jnp.sum(ce), ce_at_numbers=ce_at_numbers, numeric=value)
 
     def _numeric_losses(self, model, hidden, logits, batch, kernel):
         options = {"segment_ids": batch.segment_ids} if self.spec.needs == "sequence" else {}
@@ -118,9 +158,8 @@ class Objective:
 
     def metrics(self, sums: Sums, counts: Counts, coefficients: Sums) -> dict[str, Array]:
         """Give the row of a log: total, plain cross entropy and unweighted numeric term, with their counts."""
-        total = sum(jax.tree.leaves(jax.tree.map(jnp.multiply, sums, coefficients)))
         metrics = {
-            "loss": total,
+            "loss": _dot(coefficients, sums),
             "ce": sums.ce / jnp.maximum(counts.supervised, 1),
             "ce_count": counts.supervised,
             "numeric_count": counts.numeric,
@@ -134,6 +173,10 @@ class Objective:
         if self.normalize_by == "tokens":
             return counts.supervised
         return counts.samples if self.spec.needs == "sequence" else counts.numeric
+
+
+def _dot(coefficients: Sums, sums: Sums) -> Float[Array, ""]:
+    return sum(jax.tree.leaves(jax.tree.map(jnp.multiply, sums, coefficients)))
 
 
 def _sample_starts(batch: Batch) -> Bool[Array, "B T"]:

@@ -78,12 +78,11 @@ def make_step(
       The step. Its metrics are scalars: those of `Objective.metrics`, `grad_norm`, and `is_finite`.
     """
 
-    def sums_of(parameters: Any, frozen: Any, batch: Batch, kernel: Any, key: Array) -> Sums:
+    def hidden_of(parameters: Any, frozen: Any, batch: Batch, key: Array) -> tuple[nnx.Module, Array]:
         model = nnx.merge(graphdef, join_parameters(parameters, frozen))
-        hidden = model.hidden(
+        return model, model.hidden(
             batch.input_ids, positions=batch.positions, segment_ids=batch.segment_ids, rngs=nnx.Rngs(key)
         )
-        return objective.sums(model, hidden, batch, kernel)
 
     def over_micro_batches(function: Callable[[Batch, Array], Any], batch: Batch, key: Array) -> Any:
         """Add up a function of micro-batches; its result must be a tree of arrays."""
@@ -108,13 +107,18 @@ def make_step(
         sums = None
         if objective.needs_values:
             sums = over_micro_batches(
-                lambda part, key: sums_of(state.parameters, frozen, part, kernel, key), batch, key
+                lambda part, key: objective.sums(*hidden_of(state.parameters, frozen, part, key), part, kernel),
+                batch,
+                key,
             )
         coefficients = objective.coefficients(counts, sums)
 
         def gradient_of(part: Batch, key: Array) -> tuple[Sums, Any]:
-            sums, pull = jax.vjp(lambda parameters: sums_of(parameters, frozen, part, kernel, key), state.parameters)
-            return sums, _wide(pull(coefficients)[0])
+            def total_of(parameters: Any) -> tuple[Array, Sums]:
+                return objective.total(*hidden_of(parameters, frozen, part, key), part, kernel, coefficients)
+
+            (_, sums), gradient = jax.value_and_grad(total_of, has_aux=True)(state.parameters)
+            return sums, _wide(gradient)
 
         sums, gradient = over_micro_batches(gradient_of, batch, key)
         metrics = objective.metrics(sums, counts, coefficients)

@@ -140,10 +140,11 @@ class Decoder(nnx.Module):
     @property
     def head(self) -> Float[Array, "D V"]:
         """Return the head [D, V] in the dtype of the products; tied: the embedding transposed."""
-        return self._stored_head.astype(self.dtype)
+        return self.stored_head.astype(self.dtype)
 
     @property
-    def _stored_head(self) -> Float[Array, "D V"]:
+    def stored_head(self) -> Float[Array, "D V"]:
+        """Return the head [D, V] in the dtype it is stored in."""
         return self.embed_tokens.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
 
     def __call__(
@@ -222,7 +223,7 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
         """Return float32 logits of hidden states."""
-        return self._project(hidden, self._stored_head)
+        return self._project(hidden, self.stored_head)
 
     def numeric_logits(self, hidden: Float[Array, "*batch D"], kernel) -> Float[Array, "*batch N"]:
         """Return float32 logits of the numeric tokens only: hidden @ head[:, kernel.token_ids].

@@ -87,6 +87,11 @@ class VisionLanguageModel(nnx.Module):
         """Return the head [D, V] of the text decoder."""
         return self.language_model.head
 
+    @property
+    def stored_head(self) -> Float[Array, "D V"]:
+        """Return the head [D, V] in the dtype it is stored in."""
+        return self.language_model.stored_head
+
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
         """Return float32 logits of hidden states."""
         return self.language_model.logits(hidden)

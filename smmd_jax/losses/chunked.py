@@ -1,5 +1,6 @@
 """Head, cross entropy and numeric loss together, a chunk of rows at a time: never the logits of all positions."""
 
+import enum
 import functools
 import math
 from typing import Any
@@ -76,6 +77,7 @@ def chunked_cross_entropy_and_numeric(
       Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, arXiv 2411.09009 (the problem).
     """
     name = "chunked_cross_entropy_and_numeric"
+    find_loss(loss)
     spec, hidden, head, targets, mask = _checked(name, hidden, head, targets, kernel, loss, mask)
     rows = math.prod(targets.shape)
     live = jnp.ones(targets.shape, bool) if mask is None else mask
@@ -137,36 +139,103 @@ def chunked_loss_sums(
     References: as `chunked_cross_entropy_and_numeric`.
     """
     name = "chunked_loss_sums"
+    find_loss(loss)
     _, hidden, head, targets, _ = _checked(name, hidden, head, targets, kernel, loss, None)
-    ce_weights = as_array(f"{name}: ce_weights", ce_weights)
-    numeric_weights = as_array(f"{name}: numeric_weights", numeric_weights)
-    for what, weights in (("ce_weights", ce_weights), ("numeric_weights", numeric_weights)):
-        check_real(f"{name}: {what}", weights)
-        if weights.shape != targets.shape:
-            raise ValueError(f"{name}: {what} have shape {weights.shape}, targets {targets.shape}; they must agree.")
+    weights = _checked_weights(name, targets, ce_weights, numeric_weights)
+    chunk = _chunk_size(name, chunk, math.prod(targets.shape), head.shape[1])
+    return _loss_sums(find_loss(loss), chunk, hidden, head, targets, kernel, weights)
+
+
+def chunked_loss_and_gradients(
+    hidden: Float[Array, "*batch D"],
+    head: Float[Array, "D V"],
+    targets: Int[Array, "*batch"],
+    kernel: Vocabulary,
+    *,
+    loss: LossSpec | None,
+    ce_weights: Float[Array, "*batch"],
+    numeric_weights: Float[Array, "*batch"],
+    mask: Bool[Array, "*batch"],
+    gradients: str = "both",
+    chunk: int | None = None,
+) -> tuple[tuple[Array, Array, Array], tuple[Array, Array] | None]:
+    """Compute a weighted sum of losses, the losses at each position, and the sum's gradients, in one scan of chunks.
+
+        total = sum_i ce_weights_i ce_i + numeric_weights_i numeric_i
+
+    What `chunked_loss_sums` is made of, for a caller that adds gradients up itself, as a training step does whose rows
+    lie on several devices: the gradients are numbers here, not rules, and belong to `total` alone, so one product with
+    the head serves both losses where both read the whole vocabulary.
+
+    Args:
+      hidden, head, targets, kernel, chunk: as `chunked_loss_sums`; the head is cast to the dtype of hidden.
+      loss: a row of `LOSSES` that needs positions; None: cross entropy alone, and numeric is 0.
+      ce_weights, numeric_weights: [...] float32.
+      mask: [...] where the losses are computed; weights elsewhere must be 0.
+      gradients: "both", "hidden" (a head that is not trained) or "none".
+
+    Returns:
+      (total, ce [...], numeric [...]), float32, and (by hidden [..., D] in its dtype, by head [D, V] float32 or None),
+      or None in the place of the pair.
+
+    Raises:
+      ValueError, TypeError: as `chunked_loss_sums`.
+
+    Example:
+      >>> from smmd_jax import LOSSES, make_numeric_kernel, make_numeric_vocab
+      >>> kernel = make_numeric_kernel(make_numeric_vocab([str(digit) for digit in range(10)]))
+      >>> (total, ce, _), (by_hidden, by_head) = chunked_loss_and_gradients(
+      ...     jnp.ones((6, 4)), jnp.zeros((4, 32)), jnp.full(6, 3), kernel, loss=LOSSES["smmd"],
+      ...     ce_weights=jnp.full(6, 1 / 6), numeric_weights=jnp.zeros(6), mask=jnp.ones(6, bool), chunk=4)
+      >>> round(float(total), 4), ce.shape, by_head.shape
+      (3.4657, (6,), (4, 32))
+    """
+    name = "chunked_loss_and_gradients"
+    _, hidden, head, targets, mask = _checked(name, hidden, head, targets, kernel, loss, mask)
+    weights = _checked_weights(name, targets, ce_weights, numeric_weights)
     rows = math.prod(targets.shape)
     chunk = _chunk_size(name, chunk, rows, head.shape[1])
-    weights = (ce_weights.astype(jnp.float32), numeric_weights.astype(jnp.float32))
-    return _loss_sums(loss, chunk, hidden, head, targets, kernel, weights)
+    head = head.astype(hidden.dtype)
+    together = {"both": _Gradients.TOGETHER, "hidden": _Gradients.HIDDEN, "none": _Gradients.NONE}[gradients]
+    (ce_sum, numeric_sum), values, found = _scan_chunks(
+        loss, chunk, hidden, head, targets, kernel, weights, (mask, mask), together
+    )
+    losses = (ce_sum + numeric_sum, *values)
+    if found is None:
+        return losses, None
+    (by_hidden,), by_head = found
+    if not by_head:
+        return losses, (by_hidden, None)
+    if len(by_head) == 1:
+        return losses, (by_hidden, by_head[0])
+    return losses, (by_hidden, by_head[0].at[:, kernel.token_ids].add(by_head[1], unique_indices=True))
+
+
+class _Gradients(enum.Enum):
+    """Which gradients a scan makes: none, of the total by hidden, by both, or of each sum by both."""
+
+    NONE = 0
+    HIDDEN = 1
+    TOGETHER = 2
+    APART = 3
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _loss_sums(loss, chunk, hidden, head, targets, kernel, weights):
-    return _scan_chunks(loss, chunk, hidden, head, targets, kernel, weights, with_gradients=False)[0]
+def _loss_sums(spec, chunk, hidden, head, targets, kernel, weights):
+    return _scan_apart(spec, chunk, hidden, head, targets, kernel, weights, _Gradients.NONE)[0]
 
 
-def _loss_sums_forward(loss, chunk, hidden, head, targets, kernel, weights):
-    sums, gradients = _scan_chunks(loss, chunk, hidden, head, targets, kernel, weights, with_gradients=True)
+def _loss_sums_forward(spec, chunk, hidden, head, targets, kernel, weights):
+    sums, _, gradients = _scan_apart(spec, chunk, hidden, head, targets, kernel, weights, _Gradients.APART)
     return sums, (gradients, hidden, head, kernel)
 
 
-def _loss_sums_backward(loss, chunk, residuals, cotangents):
-    gradients, hidden, head, kernel = residuals
+def _loss_sums_backward(spec, chunk, residuals, cotangents):
+    ((hidden_of_ce, hidden_of_numeric), (head_of_ce, head_of_numeric)), hidden, head, kernel = residuals
     of_ce, of_numeric = cotangents
-    hidden_of_ce, hidden_of_numeric, head_of_ce, head_of_numeric = gradients
     by_hidden = of_ce * hidden_of_ce + of_numeric * hidden_of_numeric
     by_head = of_ce * head_of_ce
-    if find_loss(loss).columns is None:
+    if spec.columns is None:
         by_head = by_head + of_numeric * head_of_numeric
     else:
         by_head = by_head.at[:, kernel.token_ids].add(of_numeric * head_of_numeric, unique_indices=True)
@@ -182,49 +251,71 @@ def _summed_like(operand, cotangent):
 _loss_sums.defvjp(_loss_sums_forward, _loss_sums_backward)
 
 
-def _scan_chunks(loss, chunk, hidden, head, targets, kernel, weights, *, with_gradients: bool):
-    """Both sums; and for each the gradient by hidden and by the head (by its numeric columns where those suffice)."""
-    spec, rows, depth = find_loss(loss), math.prod(targets.shape), hidden.shape[-1]
-    ce_weights, numeric_weights = weights
-    hidden_of_all = live_rows(hidden, (ce_weights != 0) | (numeric_weights != 0))
-    columns = head[:, kernel.token_ids]
-    operands = _in_chunks((hidden_of_all, targets, ce_weights, numeric_weights), rows, chunk)
+def _scan_apart(spec, chunk, hidden, head, targets, kernel, weights, gradients):
+    masks = tuple(weight != 0 for weight in weights)
+    return _scan_chunks(spec, chunk, hidden, head, targets, kernel, weights, masks, gradients)
+
+
+def _scan_chunks(spec, chunk, hidden, head, targets, kernel, weights, masks, gradients: _Gradients):
+    """Both weighted sums, both losses at each position, and the gradients by hidden and by the head.
+
+    A gradient by the head is one by its numeric columns where the numeric loss reads no others.
+    """
+    rows, depth = math.prod(targets.shape), hidden.shape[-1]
+    operands = _in_chunks((live_rows(hidden, masks[0] | masks[1]), targets, *weights, *masks), rows, chunk)
+    on_columns = spec is not None and spec.columns is not None
+    columns = head[:, kernel.token_ids] if on_columns else head
 
     def of_chunk(carry, operands):
-        hidden, targets, ce_weights, numeric_weights = operands
+        hidden, targets, ce_weights, numeric_weights, ce_mask, numeric_mask = operands
         logits = _logits(hidden, head)
+        scores = _logits(hidden, columns) if on_columns else logits
 
         def ce_sum(logits):
-            return jnp.sum(ce_weights * cross_entropy_loss(logits, targets, mask=ce_weights != 0))
+            values = cross_entropy_loss(logits, targets, mask=ce_mask)
+            return jnp.sum(ce_weights * values), values
 
         def numeric_sum(scores):
-            values = _numeric_loss(spec, scores, scores, targets, kernel, numeric_weights != 0)
-            return jnp.sum(numeric_weights * values)
+            if spec is None:
+                return jnp.sum(numeric_weights * 0), numeric_weights * 0
+            values = _numeric_loss(spec, scores, scores, targets, kernel, numeric_mask)
+            return jnp.sum(numeric_weights * values), values
 
-        scores, weight_of_scores = (logits, head) if spec.columns is None else (_logits(hidden, columns), columns)
-        if not with_gradients:
-            sums, _ = carry
-            return ((sums[0] + ce_sum(logits), sums[1] + numeric_sum(scores)), ()), ()
-        ce, by_logits = jax.value_and_grad(ce_sum)(logits)
-        numeric, by_scores = jax.value_and_grad(numeric_sum)(scores)
-        by_hidden, (sums, by_head) = [], carry
-        head_gradients = []
-        for delta, matrix, total in ((by_logits, head, by_head[0]), (by_scores, weight_of_scores, by_head[1])):
+        def evaluate(sum_of, scores):
+            if gradients == _Gradients.NONE:
+                return sum_of(scores), None
+            return jax.value_and_grad(sum_of, has_aux=True)(scores)
+
+        (ce, ce_values), by_logits = evaluate(ce_sum, logits)
+        (numeric, numeric_values), by_scores = evaluate(numeric_sum, scores)
+        (sums, by_head), by_hidden = carry, ()
+        if gradients != _Gradients.NONE:
+            pairs = [(by_logits, head)]
+            if spec is not None:
+                is_one = gradients != _Gradients.APART and not on_columns
+                pairs = [(by_logits + by_scores, head)] if is_one else [*pairs, (by_scores, columns)]
             # Operands in the model's own precision, sums in float32: a float32 delta would make float32 products.
-            delta = delta.astype(hidden.dtype)
+            deltas = [(delta.astype(hidden.dtype), matrix) for delta, matrix in pairs]
             product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-            by_hidden.append(product("rv,dv->rd", delta, matrix).astype(hidden.dtype))
-            head_gradients.append(total + product("rd,rv->dv", hidden, delta))
-        return ((sums[0] + ce, sums[1] + numeric), tuple(head_gradients)), tuple(by_hidden)
+            by_hidden = [product("rv,dv->rd", *delta) for delta in deltas]
+            by_hidden = by_hidden if gradients == _Gradients.APART else [sum(by_hidden)]
+            by_hidden = tuple(part.astype(hidden.dtype) for part in by_hidden)
+            if by_head:
+                parts = zip(by_head, deltas, strict=True)
+                by_head = tuple(total + product("rd,rv->dv", hidden, delta) for total, (delta, _) in parts)
+        return ((sums[0] + ce, sums[1] + numeric), by_head), ((ce_values, numeric_values), by_hidden)
 
     zeros = lambda *shape: zeros_varying_like(shape, *jax.tree.leaves((operands, head, kernel)))
-    by_head = ()
-    if with_gradients:
-        widths = (head.shape[1], head.shape[1] if spec.columns is None else columns.shape[1])
-        by_head = tuple(zeros(depth, width) for width in widths)
-    (sums, by_head), by_hidden = lax.scan(of_chunk, ((zeros(), zeros()), by_head), operands)
-    by_hidden = tuple(part.reshape(-1, depth)[:rows].reshape(hidden.shape) for part in by_hidden)
-    return sums, by_hidden + by_head
+    widths = []
+    if gradients in (_Gradients.TOGETHER, _Gradients.APART):
+        is_two = spec is not None and (on_columns or gradients == _Gradients.APART)
+        widths = [head.shape[1], columns.shape[1]] if is_two else [head.shape[1]]
+    carry = ((zeros(), zeros()), tuple(zeros(depth, width) for width in widths))
+    (sums, by_head), (values, by_hidden) = lax.scan(of_chunk, carry, operands)
+    values = tuple(part.reshape(-1)[:rows].reshape(targets.shape) for part in values)
+    if gradients == _Gradients.NONE:
+        return sums, values, None
+    return sums, values, (tuple(part.reshape(-1, depth)[:rows].reshape(hidden.shape) for part in by_hidden), by_head)
 
 
 def _numeric_loss(spec: LossSpec, scores, logits, targets, kernel, live):
@@ -264,11 +355,23 @@ def _chunk_size(name: str, chunk: int | None, rows: int, width: int) -> int:
     return max(1, min(chunk, rows))
 
 
+def _checked_weights(name, targets, ce_weights, numeric_weights):
+    checked = []
+    for what, weights in (("ce_weights", ce_weights), ("numeric_weights", numeric_weights)):
+        weights = as_array(f"{name}: {what}", weights)
+        check_real(f"{name}: {what}", weights)
+        if weights.shape != targets.shape:
+            raise ValueError(f"{name}: {what} have shape {weights.shape}, targets {targets.shape}; they must agree.")
+        checked.append(weights.astype(jnp.float32))
+    return tuple(checked)
+
+
 def _checked(name, hidden, head, targets, kernel, loss, mask):
-    spec = find_loss(loss)
-    if spec.needs != "position":
-        raise ValueError(f"{name}: loss {loss!r} reads whole sequences and cannot be cut into chunks of positions.")
-    if spec.terms is not None:
+    spec = find_loss(loss) if isinstance(loss, str) else loss
+    if spec is not None and spec.needs != "position":
+        what = repr(loss) if isinstance(loss, str) else spec.function.__name__
+        raise ValueError(f"{name}: loss {what} reads whole sequences and cannot be cut into chunks of positions.")
+    if spec is not None and spec.terms is not None:
         check_vocabulary(name, kernel, NumericKernel)
     check_vocabulary(name, kernel)
     hidden, targets, mask = check_operands(name, hidden, targets, mask, what="hidden", last="D")
