@@ -6,6 +6,7 @@ is `python -m train.main --task=arith --steps=12` with the tiny model and data o
 begins its second evaluation, and that writes down which examples it trains on; `-` leaves either out.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -14,6 +15,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -147,6 +149,34 @@ def tiny_command(workdir, data_dir, *flags, fault="-", examples="-"):
 def train_there(workdir, data_dir, *flags, fault="-", examples="-", **variables):
     """Run the tiny training in a process of its own."""
     return run_child(tiny_command(workdir, data_dir, *flags, fault=fault, examples=examples), **variables)
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]
+
+
+def train_together(workdir, data_dir, *flags, faults=("-", "-"), own_flags=((), ()), devices=4, timeout=300):
+    """Run the tiny training in two processes of `devices` simulated devices each; returns how each of them ended."""
+    port = free_port()
+    children = []
+    for number, (fault, own) in enumerate(zip(faults, own_flags, strict=True)):
+        place = (f"--coordinator=localhost:{port}", "--num_processes=2", f"--process_id={number}")
+        command = tiny_command(workdir, data_dir, *flags, *place, *own, fault=fault)
+        children.append(start_child(command, XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}"))
+    ended = []
+    try:
+        # Read both at once: a child whose pipe is full stops, and the other one waits for it.
+        with concurrent.futures.ThreadPoolExecutor(len(children)) as pool:
+            for child, (stdout, stderr) in zip(
+                children, pool.map(lambda child: child.communicate(timeout=timeout), children), strict=True
+            ):
+                ended.append(subprocess.CompletedProcess(child.args, child.returncode, stdout, stderr))
+    finally:
+        for child in children:
+            child.kill()
+    return ended
 
 
 def contents(folder):

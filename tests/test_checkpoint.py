@@ -20,7 +20,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from train.checkpoint import Checkpoints, check_fingerprint
+from train.checkpoint import Checkpoints
+from train.data import check_fingerprint
 from train.exits import (
     CheckpointCorruptError,
     CheckpointMismatchError,

@@ -25,7 +25,7 @@ from train.objective import Objective, make_objective
 from train.optimizer import Schedule, make_optimizer, make_schedule
 from train.own_loss import check_own_loss
 from train.parameters import Parameters, make_parameters
-from train.partition import batch_sharding, check_batch_size, make_mesh, replicated
+from train.partition import check_batch_size, data_shard, make_mesh, place_everywhere, place_rows
 from train.program import Program, batch_like, make_program
 from train.prompts import PromptBatch, make_prompt_batches
 from train.splits import cache_folder, open_split
@@ -105,7 +105,7 @@ class Run:
 
     def place(self, batch: Batch) -> Batch:
         """Move a batch to the devices, its rows over data and fsdp."""
-        return jax.device_put(batch, batch_sharding(self.mesh))
+        return place_rows(batch, self.mesh)
 
     def lower_step(self) -> jax.stages.Lowered:
         """Lower the step for the shapes of this run, without data."""
@@ -136,6 +136,7 @@ def assemble(config: TrainConfig) -> Run:
             batch_size=config.batch_size,
             max_length=config.max_length,
             seed=config.seed,
+            shard=data_shard(mesh),
             vocab_size=model_config.vocab_size,
             max_dropped_fraction=config.max_dropped_fraction,
             cache_dir=cache_folder(config),
@@ -159,7 +160,7 @@ def assemble(config: TrainConfig) -> Run:
             mesh=mesh,
         )
         objective = dataclasses.replace(objective, logits=logits, mesh=mesh)
-        kernel = jax.device_put(_kernel(objective, vocab, config), replicated(mesh))
+        kernel = place_everywhere(_kernel(objective, vocab, config), mesh)
         if config.loss not in LOSSES:
             check_own_loss(config.loss, kernel, model_config.vocab_size)
         schedule = make_schedule(

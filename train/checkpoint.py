@@ -21,11 +21,11 @@ import jax
 import orbax.checkpoint as ocp
 from absl import logging
 
-from train.config import differences
-from train.exits import CheckpointCorruptError, DataError, NonFiniteError, StorageError, UsageError
+from train.exits import CheckpointCorruptError, NonFiniteError, StorageError, UsageError
 from train.files import replace_file
 from train.leaves import check_leaves, leaf_table, nonfinite_leaves
 from train.manifest import DamageError, read_manifest, verify, write_manifest
+from train.processes import from_primary, is_primary
 from train.writer_lock import WriterLock
 
 _PENDING = "pending.json"
@@ -81,7 +81,7 @@ class Checkpoints:
         self._saving: int | None = None
         self._failure: BaseException | None = None
         self._lock: WriterLock | None = None
-        if writer and _is_primary():
+        if writer and is_primary():
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._lock = WriterLock(self.folder)
@@ -132,7 +132,7 @@ class Checkpoints:
             raise UsageError(f"step {step} cannot be saved: {self.folder} holds step {newest}. Restore it, or move it.")
         leaves = leaf_table(state)
         try:
-            if _is_primary():
+            if is_primary():
                 replace_file(self.folder / _PENDING, json.dumps({"step": step}))
             arguments = ocp.args.Composite(state=ocp.args.StandardSave(state), data=ocp.args.JsonSave({"data": data}))
             # force: our own check above stands in for Orbax's, which skips a step without a word.
@@ -189,7 +189,7 @@ class Checkpoints:
     def _finish(self, step: int, leaves: dict[str, Any]) -> None:
         try:
             self._get_manager().wait_until_finished()
-            if _is_primary():
+            if is_primary():
                 write_manifest(self.folder / str(step), step=step, leaves=leaves)
                 (self.folder / _PENDING).unlink(missing_ok=True)
             self.saved_step = step
@@ -197,7 +197,7 @@ class Checkpoints:
             self._failure = error
             return
         try:
-            if _is_primary():
+            if is_primary():
                 self._delete_old()
         except OSError as error:
             self.notes.append(f"older steps than {step} could not be deleted ({_short(error)}).")
@@ -206,7 +206,7 @@ class Checkpoints:
         """After a failed save: free its space and make Orbax forget it, so that a later save may succeed."""
         self._drop_manager()
         try:
-            if _is_primary():
+            if is_primary():
                 self._clear_leftovers()
         except OSError as error:
             self.notes.append(f"what the failed save left could not be removed ({_short(error)}).")
@@ -246,7 +246,7 @@ class Checkpoints:
         """
         self.wait()
         unreadable: dict[int, str] = {}
-        while (found := self._newest_verified(only=step, passed_over=unreadable)) is not None:
+        while (found := self._agreed_step(step, unreadable)) is not None:
             number, manifest, skipped = found
             check_leaves(manifest["leaves"], leaf_table(like), step=number, partial=partial)
             try:
@@ -255,11 +255,32 @@ class Checkpoints:
                 gone = not (self.folder / str(number)).exists()
                 unreadable[number] = "the writer deleted it" if gone else f"Orbax cannot read it ({_short(error)})"
                 self._drop_manager()
+                if jax.process_count() > 1:  # the others may have read it: no two may go on from two steps
+                    raise CheckpointCorruptError(f"step {number} was passed over: {unreadable[number]}.") from error
                 continue
-            if self.writer and _is_primary():
+            if self.writer and is_primary():
                 self._set_aside_after(number)
             return Restored(step=number, state=state, data=data["data"], skipped=tuple(skipped))
         return None
+
+    def _agreed_step(
+        self, only: int | None, passed_over: Mapping[int, str]
+    ) -> tuple[int, dict[str, Any], list[str]] | None:
+        """As `_newest_verified`; of several processes the first one looks, and all take what it found."""
+        if jax.process_count() == 1:
+            return self._newest_verified(only=only, passed_over=passed_over)
+        found, failure = None, None
+        if is_primary():
+            try:
+                found = self._newest_verified(only=only, passed_over=passed_over)
+            except CheckpointCorruptError as error:
+                failure = error
+        number = from_primary(-2 if failure else -1 if found is None else found[0])
+        if number == -2:
+            raise failure or CheckpointCorruptError(f"no checkpoint in {self.folder} can be used; process 0 says why.")
+        if number == -1 or is_primary():
+            return found
+        return number, read_manifest(self.folder / str(number), step=number), []
 
     def _read(self, step: int, like: Any, *, partial: bool) -> tuple[Any, Any]:
         like = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
@@ -364,24 +385,6 @@ class Checkpoints:
                 logging.debug("closing the checkpoint manager: %s", error)
 
 
-def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any], *, allow_change: bool = False) -> list[str]:
-    """Compare the fingerprint of the data a checkpoint was made with and the present one.
-
-    Returns:
-        One line a difference; empty where they agree. With `allow_change` the caller records the lines.
-
-    Raises:
-        DataError: they differ and `allow_change` is off.
-    """
-    lines = differences(saved, json.loads(json.dumps(current)))
-    if lines and not allow_change:
-        raise DataError(
-            "the data are not those this run was started with (saved -> now):\n  " + "\n  ".join(lines) + "\nBring "
-            "back the former data, choose another --workdir for a new run, or pass --allow_data_change."
-        )
-    return lines
-
-
 def _save_failed(step: int | None, error: BaseException) -> StorageError:
     return StorageError(
         f"step {step} was not saved ({_short(error)}). The steps saved before it are intact: see to the disk's space "
@@ -394,7 +397,3 @@ def _short(error: BaseException) -> str:
     if len(text) > 300:  # the storage library nests paths first and says what happened last
         text = f"{text[:120]} ... {text[-160:]}"
     return f"{type(error).__name__}: {text}"
-
-
-def _is_primary() -> bool:
-    return jax.process_index() == 0

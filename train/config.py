@@ -108,6 +108,30 @@ class TrainConfig:
         "Stop before any work unless jax runs on this; empty: whatever is there", "", resumable=True
     )
 
+    distributed: Literal["", "auto"] = flag_field(
+        "How several processes meet; auto: as Cloud TPU, SLURM, Open MPI or Kubernetes say; empty: at --coordinator or "
+        "JAX_COORDINATOR_ADDRESS, and without either this process is alone",
+        "",
+        resumable=True,
+    )
+    coordinator: str = flag_field("HOST:PORT that process 0 opens and all processes reach", "", resumable=True)
+    num_processes: int | None = flag_field(
+        "Processes of the run; none: JAX_NUM_PROCESSES", None, at_least=1, resumable=True
+    )
+    process_id: int | None = flag_field(
+        "Which of them this is, from 0; none: JAX_PROCESS_ID", None, at_least=0, resumable=True
+    )
+    join_timeout: int = flag_field("Seconds to wait for the other processes", 300, at_least=1, resumable=True)
+    peer_timeout: int = flag_field(
+        "Seconds without a sign of life of a process, after which the others end", 100, at_least=1, resumable=True
+    )
+    stall_timeout: int = flag_field(
+        "Seconds without progress, after which a process of several ends itself; 0: never",
+        1800,
+        at_least=0,
+        resumable=True,
+    )
+
     workdir: str = flag_field(
         "Run folder; empty: runs/TASK-BACKBONE-LOSS-seedSEED. The same command in the same folder resumes",
         "",

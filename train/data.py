@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from smmd_jax.targets import check_targets
+from train.config import differences
 from train.encode import MAX_DROPPED_FRACTION, EncodedExamples, encode_source
 from train.exits import DataError
 from train.tasks.base import Source
@@ -217,6 +218,24 @@ def make_batches(
         shard=shard,
         fingerprint=fingerprint,
     )
+
+
+def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any], *, allow_change: bool = False) -> list[str]:
+    """Compare the fingerprint of the data a checkpoint was made with and the present one.
+
+    Returns:
+        One line a difference; empty where they agree. With `allow_change` the caller records the lines.
+
+    Raises:
+        DataError: they differ and `allow_change` is off.
+    """
+    lines = differences(saved, json.loads(json.dumps(current)))
+    if lines and not allow_change:
+        raise DataError(
+            "the data are not those this run was started with (saved -> now):\n  " + "\n  ".join(lines) + "\nBring "
+            "back the former data, choose another --workdir for a new run, or pass --allow_data_change."
+        )
+    return lines
 
 
 def _digest(fingerprint: Mapping[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """How a command ends: one exit code per cause, one paragraph on stderr, and a clean stop on a signal."""
 
+import contextlib
 import errno
 import logging
 import os
@@ -102,7 +103,10 @@ EXIT_CODES = {
 
 _STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 # How jax words the loss of a peer; it raises no class of its own for it.
-_PEER_WORDS = ("coordination service", "heartbeat", "DEADLINE_EXCEEDED", "UNAVAILABLE", "Connection reset by peer")
+_PEER_WORDS = (
+    "coordination service", "heartbeat", "DEADLINE_EXCEEDED", "UNAVAILABLE", "Connection reset by peer",
+    "Connection closed by peer", "Gloo", "NCCL",
+)  # fmt: skip
 
 
 class StopSignals:
@@ -214,6 +218,7 @@ def run_guarded(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]
             stream.reconfigure(errors="backslashreplace")
     if not debug:
         _quiet_libraries()
+    together = False
     try:
         code = main(argv) or 0
     except BrokenPipeError:
@@ -226,8 +231,8 @@ def run_guarded(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]
         processes = _process_count()
         if debug:
             sys.stderr.write(redact(traceback.format_exc()))
-        print(explain(error, process_count=processes), file=sys.stderr)
-        code = exit_code_of(error, process_count=processes)
+        print(_speaker(processes) + explain(error, process_count=processes), file=sys.stderr)
+        code, together = exit_code_of(error, process_count=processes), isinstance(error, StoppedError)
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -236,8 +241,26 @@ def run_guarded(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
+        if together:
+            _leave_together()
         os._exit(code)
     sys.exit(code)
+
+
+def _leave_together() -> None:
+    """Wait for the other processes: the first one to go would take their coordinator away in the middle of a save."""
+    import jax
+
+    with contextlib.suppress(RuntimeError):
+        jax.distributed.shutdown()
+
+
+def _speaker(processes: int) -> str:
+    if processes == 1:
+        return ""
+    import jax
+
+    return f"process {jax.process_index()} of {processes}: "
 
 
 def _unread() -> int:

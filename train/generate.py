@@ -8,7 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, ArrayLike, Int
+
+from train.partition import place_prompts, replicated
 
 
 def generate(
@@ -22,6 +25,7 @@ def generate(
     pad_id: int = 0,
     temperature: float = 0.0,
     key: Array | None = None,
+    mesh: Mesh | None = None,
 ) -> Int[Array, "B new"]:
     """Return a continuation, token by token: the most likely one, or one drawn at a temperature.
 
@@ -43,6 +47,8 @@ def generate(
         temperature: 0 is greedy, 1 samples from the model's own distribution.
         key: of jax.random; needed with a temperature: one, from which row i draws with `fold_in(key, i)`, or [B] keys,
             one for each row, with which a row's draws do not depend on its place in the batch.
+        mesh: that the model lies on: the prompts are shared by its axes data and fsdp where these divide their number.
+            Several processes pass the same prompts and get the same answer.
 
     Returns:
         int32 [B, max_new_tokens].
@@ -69,17 +75,18 @@ def generate(
     keys = _row_keys(temperature, key, rows=len(input_ids))
     _check_ends(model, eos_ids, pad_id)
     graphdef, state = nnx.split(model)
-    return _generate(
+    tokens = _generate(
         graphdef,
         state,
-        jnp.asarray(input_ids, jnp.int32),
-        jnp.asarray(attention_mask != 0),
-        jnp.asarray(eos_ids, jnp.int32).reshape(-1),
-        jnp.int32(pad_id),
+        place_prompts(np.asarray(input_ids, np.int32), mesh),
+        place_prompts(attention_mask != 0, mesh),
+        np.asarray(eos_ids, np.int32).reshape(-1),
+        np.int32(pad_id),
         None if keys is None else (keys, jnp.float32(temperature)),
         vision,
         max_new_tokens=max_new_tokens,
     )
+    return tokens if mesh is None else jax.device_put(tokens, replicated(mesh))
 
 
 def _check(model, input_ids, attention_mask, max_new_tokens, images):

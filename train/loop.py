@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,9 +13,10 @@ import jax
 import numpy as np
 
 from train.assembly import Run, assemble
-from train.checkpoint import Checkpoints, check_fingerprint
+from train.checkpoint import Checkpoints
 from train.config import TrainConfig, check_run_folder, differences, save_config
-from train.environment import write_environment
+from train.data import check_fingerprint
+from train.environment import installed_versions, write_environment
 from train.exits import NonFiniteError, StoppedError, StopSignals, UsageError
 from train.log import (
     EVALS,
@@ -28,6 +31,15 @@ from train.log import (
 from train.parameters import check_frozen
 from train.picture_sheet import write_picture_sheet
 from train.preview import describe_step, header, show_examples
+from train.processes import (
+    AnyProcess,
+    Watchdog,
+    check_agreement,
+    check_shared_folder,
+    from_primary,
+    is_primary,
+    join_processes,
+)
 from train.progress import Progress, format_seconds
 from train.prompts import PromptBatch
 from train.report import closing_table, newest_predictions, sample_predictions, write_plots
@@ -45,42 +57,46 @@ def train(config: TrainConfig, argv: Sequence[str]) -> None:
     Raises:
       RunError: one of its classes, by cause; see `train.exits`.
     """
+    join_processes(
+        **{field: getattr(config, field) for field in ("distributed", "coordinator", "num_processes", "process_id")},
+        join_timeout=config.join_timeout,
+        peer_timeout=config.peer_timeout,
+    )
     _check_platform(config)
     resuming = check_run_folder(config)
     run = assemble(config)
-    print(header(run, resuming=resuming), flush=True)
+    _announce(header(run, resuming=resuming))
     if config.dry_run:
-        print(show_examples(run), describe_step(run), sep="\n\n", flush=True)
+        described = describe_step(run)
+        _announce(f"{show_examples(run)}\n\n{described}")
         return
+    check_agreement(_to_agree_on(run))
     folder = Path(config.workdir)
     with (
         StopSignals() as stop,
         Checkpoints(folder / "checkpoints", keep=config.keep_checkpoints) as checkpoints,
+        Watchdog(config.stall_timeout) as watchdog,
     ):
+        check_shared_folder(folder / "checkpoints")
         # Once more, now that nobody else can write here: another process may have begun a run meanwhile.
         check_run_folder(config)
         state, saved = _first_state(run, checkpoints)
         start = saved or 0
-        if start < config.steps:
+        if start >= config.steps:
+            _announce(f"nothing is left to train: all {config.steps} steps are done and saved")
+        elif is_primary():
             save_config(config)
             write_environment(config.workdir, argv)
             run.tokenizer.save(config.workdir)
-        else:
-            print(f"nothing is left to train: all {config.steps} steps are done and saved", flush=True)
         resume_step = start if start > 0 else None
-        drop_later_predictions(folder, resume_step)
         with contextlib.ExitStack() as stack:
-            records = _Records(
-                metrics=stack.enter_context(JsonlWriter(folder / METRICS, resume_step=resume_step)),
-                evals=stack.enter_context(JsonlWriter(folder / EVALS, resume_step=resume_step, key=("step", "split"))),
-                progress=stack.enter_context(Progress(config.steps, initial=start)),
-            )
-            if config.tensorboard:
-                records.tensorboard = TensorBoardWriter(folder / "tensorboard", resume_step=resume_step)
-                stack.callback(records.tensorboard.close)
-            loop = _Loop(run, checkpoints, records, stop, saved)
+            open_records = _open_records if is_primary() else _no_records
+            records = open_records(stack, config, folder, resume_step, initial=start)
+            loop = _Loop(run, checkpoints, records, stop, watchdog, saved)
             loop.go(state, start)
             seconds = {"steps": records.progress.seconds, **records.progress.paused_seconds}
+    if not is_primary():
+        return
     write_plots(folder)
     write_picture_sheet(folder, config.task, (example for batch in run.prompts for example in batch.examples))
     print(sample_predictions(newest_predictions(folder)), flush=True)
@@ -91,17 +107,50 @@ def train(config: TrainConfig, argv: Sequence[str]) -> None:
     print("time of this start: " + ", ".join(f"{name} {format_seconds(s)}" for name, s in seconds.items()), flush=True)
 
 
+def _announce(text: str) -> None:
+    """Say something once, however many processes there are."""
+    if is_primary():
+        print(text, flush=True)
+
+
 @dataclasses.dataclass(kw_only=True)
 class _Records:
-    metrics: JsonlWriter
-    evals: JsonlWriter
+    """Where rows and progress go; without writers where another process writes."""
+
+    metrics: JsonlWriter | None
+    evals: JsonlWriter | None
     progress: Progress
     tensorboard: TensorBoardWriter | None = None
 
-    def write(self, writer: JsonlWriter, row: dict[str, Any], prefix: str) -> None:
+    def write(self, writer: JsonlWriter | None, row: dict[str, Any], prefix: str) -> None:
+        if writer is None:
+            return
         writer.write(row)
         if self.tensorboard is not None:
             self.tensorboard.write(row, prefix=prefix)
+
+
+def _open_records(
+    stack: contextlib.ExitStack, config: TrainConfig, folder: Path, resume_step: int | None, *, initial: int
+) -> _Records:
+    drop_later_predictions(folder, resume_step)
+    records = _Records(
+        metrics=stack.enter_context(JsonlWriter(folder / METRICS, resume_step=resume_step)),
+        evals=stack.enter_context(JsonlWriter(folder / EVALS, resume_step=resume_step, key=("step", "split"))),
+        progress=stack.enter_context(Progress(config.steps, initial=initial)),
+    )
+    if config.tensorboard:
+        records.tensorboard = TensorBoardWriter(folder / "tensorboard", resume_step=resume_step)
+        stack.callback(records.tensorboard.close)
+    return records
+
+
+def _no_records(
+    stack: contextlib.ExitStack, config: TrainConfig, folder: Path, resume_step: int | None, *, initial: int
+) -> _Records:
+    silent = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+    progress = stack.enter_context(Progress(config.steps, initial=initial, stream=silent))
+    return _Records(metrics=None, evals=None, progress=progress)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,8 +170,17 @@ class _Loop:
     next start makes up for the evaluation.
     """
 
-    def __init__(self, run: Run, checkpoints: Checkpoints, records: _Records, stop: StopSignals, saved: int | None):
+    def __init__(
+        self,
+        run: Run,
+        checkpoints: Checkpoints,
+        records: _Records,
+        stop: StopSignals,
+        watchdog: Watchdog,
+        saved: int | None,
+    ):
         self.run, self.checkpoints, self.records, self.stop = run, checkpoints, records, stop
+        self.watchdog, self._any_process = watchdog, AnyProcess(run.mesh)
         self.config = run.config
         self.tokens_per_step = self.config.batch_size * self.config.max_length
         self._saved = saved
@@ -140,7 +198,7 @@ class _Loop:
                 compiled = self.run.lower_step().compile()
             frozen = self.run.frozen
         for step in range(start + 1, self.config.steps + 1):
-            if self.stop.received is not None:
+            if self._must_stop():
                 self._stop(state, step - 1, position)
             began = time.monotonic()
             batch = self.run.place(next(self.run.batches))
@@ -158,6 +216,11 @@ class _Loop:
                 self._evaluate_if_due(state, step, position)
             self.checkpoints.check()
         self.checkpoints.wait()
+
+    def _must_stop(self) -> bool:
+        """Whether a signal came, to whichever process: all of them stop at the same place."""
+        self.watchdog.progress()
+        return self._any_process(self.stop.received is not None)
 
     def _is_last(self, step: int) -> bool:
         return step == self.config.steps
@@ -224,16 +287,24 @@ class _Loop:
         due = self._is_last(step) or self._every(self.config.eval_every, step)
         # What pretrained weights can do before the first step is what a run of them is compared with.
         due = due or (step == 0 and self.run.is_pretrained)
-        if not due or self.records.evals.has(step=step, split=split):
+        if not due:
+            return
+        evals = self.records.evals
+        if not from_primary(evals is not None and not evals.has(step=step, split=split)):
             return
         with self.records.progress.pause("evaluate"):
             prompts = self._until_stopped(state, step, position)
             task = self.run.task
             answers = answer_prompts(
-                self.run.model(state.parameters), self.run.tokenizer, prompts, max_new_tokens=task.max_new_tokens
+                self.run.model(state.parameters),
+                self.run.tokenizer,
+                prompts,
+                max_new_tokens=task.max_new_tokens,
+                mesh=self.run.mesh,
             )
             scored = grade_answers(answers, task.grader)
-            write_jsonl(Path(self.config.workdir) / PREDICTIONS / f"{step}.jsonl", scored.predictions)
+            if is_primary():
+                write_jsonl(Path(self.config.workdir) / PREDICTIONS / f"{step}.jsonl", scored.predictions)
             row = {"step": step, "split": split, **dataclasses.asdict(scored.metrics)}
             self.records.write(self.records.evals, row, f"eval/{split}")
         low, high = scored.metrics.accuracy_low, scored.metrics.accuracy_high
@@ -245,7 +316,7 @@ class _Loop:
     def _until_stopped(self, state: TrainState, step: int, position: dict[str, Any]) -> Iterator[PromptBatch]:
         """Yield the prompts, and end the run between two batches of them: an evaluation may outlast a grace period."""
         for batch in self.run.prompts:
-            if self.stop.received is not None:
+            if self._must_stop():
                 self._stop(state, step, position)
             yield batch
 
@@ -268,7 +339,7 @@ class _Loop:
         self.checkpoints.wait()
         raise StoppedError(
             f"a signal ended the run; step {step} is saved and verified. Run the same command again to go on.",
-            self.stop.received,
+            self.stop.received or signal.SIGTERM,
         )
 
 
@@ -276,11 +347,11 @@ def _first_state(run: Run, checkpoints: Checkpoints) -> tuple[TrainState, int | 
     """Give the state to go on from and the saved step it is, None for a fresh one."""
     restored = checkpoints.restore(run.state_like)
     for note in checkpoints.notes:
-        print(f"note: {note}", flush=True)
+        _announce(f"note: {note}")
     if restored is None:
         return run.make_state(), None
     for reason in restored.skipped:
-        print(f"note: {reason}", flush=True)
+        _announce(f"note: {reason}")
     if restored.step > run.config.steps:
         raise UsageError(
             f"{run.config.workdir} holds step {restored.step} and --steps={run.config.steps} asks for fewer: give at "
@@ -291,11 +362,11 @@ def _first_state(run: Run, checkpoints: Checkpoints) -> tuple[TrainState, int | 
         restored.data["fingerprint"], run.batches.fingerprint, allow_change=run.config.allow_data_change
     )
     for line in changes:
-        print(f"note: the data changed: {line}", flush=True)
+        _announce(f"note: the data changed: {line}")
     run.batches.set_state(restored.data["position"], allow_change=bool(changes))
     for line in differences(restored.data["circumstances"], _circumstances(run)):
-        print(f"note: {line}: the run goes on from the same state, but not bitwise as it would have", flush=True)
-    print(f"resumed from step {restored.step}", flush=True)
+        _announce(f"note: {line}: the run goes on from the same state, but not bitwise as it would have")
+    _announce(f"resumed from step {restored.step}")
     return restored.state, restored.step
 
 
@@ -306,9 +377,26 @@ def _circumstances(run: Run) -> dict[str, Any]:
         "platform": jax.default_backend(),
         "devices": {axis: size for axis, size in run.mesh.shape.items() if size > 1},
     }
+    if jax.process_count() > 1:
+        circumstances["processes"] = jax.process_count()
+    if run.objective.logits != "dense":
+        circumstances["logits"] = run.objective.logits
     if run.config.schedule == "constant":
         return circumstances
     return {**circumstances, "steps of the schedule": run.config.steps}
+
+
+def _to_agree_on(run: Run) -> dict[str, Any]:
+    """What must be the same in all processes, or each would train on something else."""
+    own = {"process_id", "coordinator", "debug"}
+    config = {name: value for name, value in dataclasses.asdict(run.config).items() if name not in own}
+    return {
+        **{f"--{name}": value for name, value in config.items()},
+        "the data": run.batches.fingerprint,
+        "the weights": run.parameters.fingerprint,
+        "installed versions": installed_versions(),
+        "kind of devices": jax.local_devices()[0].device_kind,
+    }
 
 
 def _check_platform(config: TrainConfig) -> None:

@@ -1,10 +1,12 @@
 """The mesh, and where the arrays of a run live on it."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -37,7 +39,10 @@ def make_mesh(sizes: Mapping[str, int] | None = None, devices: list[jax.Device] 
             f"{len(devices)}; choose smaller sizes."
         )
     if jax.process_count() > 1 and wanted != len(devices):
-        raise ValueError(f"mesh needs {wanted} devices; a run of several processes must use all {len(devices)}.")
+        raise ValueError(
+            f"mesh {dict(zip(MESH_AXES, shape, strict=True))} takes {wanted} devices, and the {jax.process_count()} "
+            f"processes have {len(devices)}: a run of several processes must use all, as --mesh=fsdp:{len(devices)}."
+        )
     # Auto: under Explicit axes, jax's default, gathers from a sharded vocabulary are type errors.
     return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES), devices=devices[:wanted])
 
@@ -45,6 +50,74 @@ def make_mesh(sizes: Mapping[str, int] | None = None, devices: list[jax.Device] 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Rows of a batch over data and fsdp."""
     return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+
+
+def data_shard(mesh: Mesh) -> tuple[int, int]:
+    """Say which rows of a batch this process feeds: (index, count), the index-th of `count` equal blocks.
+
+    It is the smallest such block that holds the rows of all its devices. Where the tensor axis crosses processes,
+    several of them feed the same rows.
+
+    Example:
+      >>> data_shard(make_mesh({}))
+      (0, 1)
+    """
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    indices = batch_sharding(mesh).addressable_devices_indices_map((shards,))
+    return smallest_block([range(shards)[index[0]].start for index in indices.values()], shards)
+
+
+def smallest_block(own: Sequence[int], shards: int) -> tuple[int, int]:
+    """Cut `shards` into equal blocks, as small as one of them still holds all of `own`: (index of it, how many).
+
+    Example:
+      >>> smallest_block([2, 3], 8), smallest_block([1, 2], 8)
+      ((1, 4), (0, 2))
+    """
+    for count in range(shards, 0, -1):
+        block = shards // count
+        if shards % count == 0 and min(own) // block == max(own) // block:
+            return min(own) // block, count
+    raise ValueError(f"smallest_block: {list(own)} do not lie in 0 to {shards - 1}.")
+
+
+def place_rows(rows: Any, mesh: Mesh) -> Any:
+    """Move rows to the devices, over data and fsdp; each process holds its `data_shard` of them on the host.
+
+    Args:
+      rows: tree of host arrays with a leading axis of rows.
+    """
+    sharding = batch_sharding(mesh)
+    if sharding.is_fully_addressable:
+        return jax.device_put(rows, sharding)
+    index, count = data_shard(mesh)
+
+    def place(array: np.ndarray) -> jax.Array:
+        first = index * len(array)
+
+        def block(where: tuple[slice, ...]) -> np.ndarray:
+            start, stop, _ = where[0].indices(len(array) * count)
+            return array[(slice(start - first, stop - first), *where[1:])]
+
+        return jax.make_array_from_callback((len(array) * count, *array.shape[1:]), sharding, block)
+
+    return jax.tree.map(place, rows)
+
+
+def place_prompts(rows: np.ndarray, mesh: Mesh | None) -> jax.Array | np.ndarray:
+    """Move rows that every process has to the devices: over data and fsdp where these divide them, else everywhere."""
+    if mesh is None:
+        return jnp.asarray(rows)
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    return jax.device_put(rows, batch_sharding(mesh) if len(rows) % shards == 0 else replicated(mesh))
+
+
+def place_everywhere(tree: Any, mesh: Mesh) -> Any:
+    """Move values that are the same in every process to all devices."""
+    sharding = replicated(mesh)
+    if not sharding.is_fully_addressable:
+        tree = jax.tree.map(np.asarray, tree)
+    return jax.device_put(tree, sharding)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

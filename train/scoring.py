@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Int
 
 from train.generate import generate
@@ -23,7 +24,12 @@ class Scored:
 
 
 def answer_prompts(
-    model: Any, tokenizer: Tokenizer, batches: Iterable[PromptBatch], *, max_new_tokens: int
+    model: Any,
+    tokenizer: Tokenizer,
+    batches: Iterable[PromptBatch],
+    *,
+    max_new_tokens: int,
+    mesh: Mesh | None = None,
 ) -> list[tuple[Any, str]]:
     """Generate greedily for every prompt; returns (example, text up to the end of the sequence).
 
@@ -32,10 +38,11 @@ def answer_prompts(
       tokenizer: decodes the answers.
       batches: from `make_prompt_batches`.
       max_new_tokens: length of an answer that does not end by itself; it is graded as it stands.
+      mesh: of the model; its devices share the prompts. None: each does all.
     """
     answers = []
     for batch in batches:
-        tokens = answer_tokens(model, tokenizer, batch, max_new_tokens=max_new_tokens)
+        tokens = answer_tokens(model, tokenizer, batch, max_new_tokens=max_new_tokens, mesh=mesh)
         # Rows past the examples only fill the shape.
         for example, row in zip(batch.examples, tokens[: len(batch.examples)].tolist(), strict=True):
             answers.append((example, answer_text(tokenizer, row)))
@@ -45,7 +52,7 @@ def answer_prompts(
 def answer_tokens(
     model: Any, tokenizer: Tokenizer, batch: PromptBatch, *, max_new_tokens: int, **sampling: Any
 ) -> Int[np.ndarray, "B new"]:
-    """Generate for a batch of prompts, as the tokenizer ends and pads; `sampling`: `generate`'s temperature and key."""
+    """Generate for a batch of prompts, as the tokenizer ends and pads; `sampling`: `generate`'s temperature, key, mesh."""
     return np.asarray(
         generate(
             model,
