@@ -1,10 +1,8 @@
-"""One optimizer step of a small model on simulated devices, as the trainer runs it, for tests that compare ways of it."""
+"""One optimizer step of a small model on simulated devices, for tests that compare ways to take it."""
 
 import dataclasses
-import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -13,7 +11,6 @@ from smmd_jax.backbones import (
     BACKBONES,
     SHARDING_RULES,
     add_lora,
-    join_parameters,
     parameter_shardings,
     split_trainable,
 )
@@ -58,9 +55,7 @@ def take_step(
         trained_shardings, optimizer_shardings(optimizer, trained, trained_shardings, mesh), everywhere, everywhere
     )
     objective = dataclasses.replace(make_objective(loss), logits=logits, mesh=mesh)
-    step = make_step(
-        graphdef, objective, optimizer, grad_accum=grad_accum, micro_batch_sharding=batch_sharding(mesh)
-    )
+    step = make_step(graphdef, objective, optimizer, grad_accum=grad_accum, micro_batch_sharding=batch_sharding(mesh))
     state = jax.device_put(init_state(trained, optimizer), state_shardings)
     operands = (
         state,
@@ -87,9 +82,7 @@ def assert_same_step(found: Stepped, wanted: Stepped, *, rtol: float):
     """Metrics relatively, gradients relative to the largest entry of each array."""
     for name, value in wanted.metrics.items():
         np.testing.assert_allclose(found.metrics[name], value, rtol=rtol, err_msg=name)
-    pairs = zip(
-        jax.tree_util.tree_leaves_with_path(wanted.gradient), jax.tree.leaves(found.gradient), strict=True
-    )
+    pairs = zip(jax.tree_util.tree_leaves_with_path(wanted.gradient), jax.tree.leaves(found.gradient), strict=True)
     for (path, one), other in pairs:
         np.testing.assert_allclose(
             other, one, rtol=0, atol=rtol * np.abs(one).max(), err_msg=jax.tree_util.keystr(path)

@@ -1,4 +1,4 @@
-"""`--logits=chunked` against dense: value, gradient and metrics of every loss, on one device and eight, and its memory."""
+"""`--logits=chunked` against dense: value, gradient and metrics of every loss, one device and eight, its memory."""
 
 import dataclasses
 import functools

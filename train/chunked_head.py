@@ -16,9 +16,7 @@ LARGEST_DENSE_BYTES = 2**28
 _ROW_AXES = ("data", "fsdp")
 
 
-def choose_logits(
-    asked: str, spec: LossSpec, *, rows: int, length: int, width: int, mesh: Mesh | None = None
-) -> str:
+def choose_logits(asked: str, spec: LossSpec, *, rows: int, length: int, width: int, mesh: Mesh | None = None) -> str:
     """Say how the logits of a run are made: "dense", all positions at once, or "chunked".
 
     Without a wish they are chunked where those of one micro-batch on one device would take more than 256 MiB. A loss of
@@ -44,8 +42,8 @@ def choose_logits(
     needs_dense = spec.needs == "sequence" and spec.columns is None
     if asked == "chunked" and needs_dense:
         raise ValueError(
-            "logits=chunked: this loss reads whole sequences over the whole vocabulary and cannot be cut into chunks of "
-            "positions; leave --logits at dense, or give its LossSpec `columns`."
+            "logits=chunked: this loss reads whole sequences over the whole vocabulary and cannot be cut into chunks; "
+            "leave --logits at dense, or give its LossSpec `columns`."
         )
     if asked or needs_dense or (spec.columns is None and spec not in LOSSES.values()):
         return asked or "dense"
@@ -78,7 +76,7 @@ def chunked_losses(
 
     Args:
       hidden: [B, T, D], rows over the mesh's data and fsdp.
-      head: [D, V] in the dtype it is stored in; products are in the dtype of `hidden`, its gradient is not rounded to it.
+      head: [D, V] in the dtype it is stored in; products are in that of `hidden`, its gradient is not rounded to it.
       targets, mask: [B, T]; where the mask is false the weights are 0.
       kernel: a NumericKernel or NumericVocab.
       spec: a loss of positions; None: cross entropy alone.

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, ArrayLike, Int
 
-from train.partition import place_prompts, replicated
+from train.partition import place_everywhere, place_prompts, replicated
 
 
 def generate(
@@ -72,6 +72,7 @@ def generate(
     if images is not None:
         input_ids, images, positions = model.prepare(input_ids, attention_mask, images)
         vision = {"images": images} | ({} if positions is None else {"positions": jnp.asarray(positions)})
+        vision = vision if mesh is None else place_everywhere(vision, mesh)
     keys = _row_keys(temperature, key, rows=len(input_ids))
     _check_ends(model, eos_ids, pad_id)
     graphdef, state = nnx.split(model)

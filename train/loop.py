@@ -148,7 +148,7 @@ def _open_records(
 def _no_records(
     stack: contextlib.ExitStack, config: TrainConfig, folder: Path, resume_step: int | None, *, initial: int
 ) -> _Records:
-    silent = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+    silent = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     progress = stack.enter_context(Progress(config.steps, initial=initial, stream=silent))
     return _Records(metrics=None, evals=None, progress=progress)
 

@@ -124,9 +124,14 @@ def check_agreement(values: Mapping[str, Any]) -> None:
 
     Raises:
       DistributedError: in every process; names what differs and where.
+      UsageError: devices of several processes, which have not met: a TPU slice shows them without being asked.
     """
     if jax.process_count() == 1:
         return
+    if not jax.distributed.is_initialized():
+        raise UsageError(
+            f"jax sees the devices of {jax.process_count()} processes: pass --distributed=auto to every one of them."
+        )
     texts = [json.dumps(value, sort_keys=True, default=str) for value in values.values()]
     digests = [int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") for text in texts]
     gathered = multihost_utils.process_allgather(np.array(digests, np.uint32))
@@ -134,8 +139,8 @@ def check_agreement(values: Mapping[str, Any]) -> None:
         differing = [name for name, same in zip(values, row == gathered[0], strict=True) if not same]
         if differing:
             raise DistributedError(
-                f"process {process} differs from process 0 in {', '.join(differing)}: start all processes with the same "
-                "flags, the same versions and the same files."
+                f"process {process} differs from process 0 in {', '.join(differing)}: start all processes with the "
+                "same flags, the same versions and the same files."
             )
 
 
@@ -198,7 +203,7 @@ class AnyProcess:
 
 
 class Watchdog:
-    """End this process when it makes no progress for too long: its peers may be alive and stuck, which no heartbeat shows.
+    """End this process when it makes no progress for too long: a peer may be alive and stuck, which no heartbeat shows.
 
     Args:
       limit: seconds between two signs of progress; 0, or a lone process: nothing is watched.

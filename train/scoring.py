@@ -52,7 +52,7 @@ def answer_prompts(
 def answer_tokens(
     model: Any, tokenizer: Tokenizer, batch: PromptBatch, *, max_new_tokens: int, **sampling: Any
 ) -> Int[np.ndarray, "B new"]:
-    """Generate for a batch of prompts, as the tokenizer ends and pads; `sampling`: `generate`'s temperature, key, mesh."""
+    """Generate for a batch of prompts, as the tokenizer ends and pads; `sampling`: `generate`'s own options."""
     return np.asarray(
         generate(
             model,

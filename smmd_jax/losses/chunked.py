@@ -376,4 +376,3 @@ def _checked(name, hidden, head, targets, kernel, loss, mask):
     check_vocabulary(name, kernel)
     hidden, targets, mask = check_operands(name, hidden, targets, mask, what="hidden", last="D")
     return spec, hidden, check_head(name, hidden, head, kernel), targets, mask
-
