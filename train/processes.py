@@ -54,13 +54,23 @@ def join_processes(
     if not distributed:
         _check_address(coordinator, num_processes, process_id)
     who = "this process" if process_id is None else f"process {process_id} of {num_processes}"
+    failure = (
+        f"{who} did not meet the others at {coordinator or 'the address that was found'} within {join_timeout} s. Start "
+        "every process, each with the same --coordinator and --num_processes and a --process_id of its own; see that "
+        "process 0 runs, that its port is open to the others and free, and that no proxy variable is in the way; "
+        "--join_timeout waits longer."
+    )
+    # jax itself aborts the process when its time is over, with a stack and no advice: ours is over first.
+    timer = threading.Timer(join_timeout, _give_up, [failure])
+    timer.daemon = True
+    timer.start()
     try:
         jax.distributed.initialize(
             coordinator_address=coordinator or None,
             num_processes=num_processes,
             process_id=process_id,
             cluster_detection_method=None if distributed else "deactivate",
-            initialization_timeout=join_timeout,
+            initialization_timeout=join_timeout + 60,
             heartbeat_timeout_seconds=peer_timeout,
         )
     except (RuntimeError, ValueError, OSError) as error:
@@ -71,12 +81,14 @@ def join_processes(
                 f"process ({reason}): start it by that system's launcher, or give --coordinator, --num_processes and "
                 "--process_id."
             ) from error
-        raise DistributedError(
-            f"{who} did not meet the others at {coordinator or 'the address that was found'} within {join_timeout} s "
-            f"({reason}). Start every process, each with the same --coordinator and --num_processes and a --process_id "
-            "of its own; see that process 0 runs, that its port is open to the others and free, and that no proxy "
-            "variable is in the way; --join_timeout waits longer."
-        ) from error
+        raise DistributedError(f"{failure} ({reason})") from error
+    finally:
+        timer.cancel()
+
+
+def _give_up(failure: str) -> None:
+    print(f"error: {failure}", file=sys.stderr, flush=True)
+    os._exit(DistributedError.exit_code)
 
 
 def _check_address(coordinator: str, num_processes: int | None, process_id: int | None) -> None:
