@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -18,16 +17,7 @@ from train.config import TrainConfig, check_run_folder, differences, save_config
 from train.data import check_fingerprint
 from train.environment import installed_versions, write_environment
 from train.exits import NonFiniteError, StoppedError, StopSignals, UsageError
-from train.log import (
-    EVALS,
-    METRICS,
-    PREDICTIONS,
-    JsonlWriter,
-    TensorBoardWriter,
-    drop_later_predictions,
-    read_jsonl,
-    write_jsonl,
-)
+from train.log import EVALS, METRICS, PREDICTIONS, read_jsonl, write_jsonl
 from train.parameters import check_frozen
 from train.picture_sheet import write_picture_sheet
 from train.preview import describe_step, header, show_examples
@@ -40,8 +30,9 @@ from train.processes import (
     is_primary,
     join_processes,
 )
-from train.progress import Progress, format_seconds
+from train.progress import format_seconds
 from train.prompts import PromptBatch
+from train.records import Records, open_records
 from train.report import closing_table, newest_predictions, sample_predictions, write_plots
 from train.scoring import answer_prompts, grade_answers
 from train.step import TrainState
@@ -90,8 +81,7 @@ def train(config: TrainConfig, argv: Sequence[str]) -> None:
             run.tokenizer.save(config.workdir)
         resume_step = start if start > 0 else None
         with contextlib.ExitStack() as stack:
-            open_records = _open_records if is_primary() else _no_records
-            records = open_records(stack, config, folder, resume_step, initial=start)
+            records = open_records(stack, config, resume_step, initial=start)
             loop = _Loop(run, checkpoints, records, stop, watchdog, saved)
             loop.go(state, start)
             seconds = {"steps": records.progress.seconds, **records.progress.paused_seconds}
@@ -111,46 +101,6 @@ def _announce(text: str) -> None:
     """Say something once, however many processes there are."""
     if is_primary():
         print(text, flush=True)
-
-
-@dataclasses.dataclass(kw_only=True)
-class _Records:
-    """Where rows and progress go; without writers where another process writes."""
-
-    metrics: JsonlWriter | None
-    evals: JsonlWriter | None
-    progress: Progress
-    tensorboard: TensorBoardWriter | None = None
-
-    def write(self, writer: JsonlWriter | None, row: dict[str, Any], prefix: str) -> None:
-        if writer is None:
-            return
-        writer.write(row)
-        if self.tensorboard is not None:
-            self.tensorboard.write(row, prefix=prefix)
-
-
-def _open_records(
-    stack: contextlib.ExitStack, config: TrainConfig, folder: Path, resume_step: int | None, *, initial: int
-) -> _Records:
-    drop_later_predictions(folder, resume_step)
-    records = _Records(
-        metrics=stack.enter_context(JsonlWriter(folder / METRICS, resume_step=resume_step)),
-        evals=stack.enter_context(JsonlWriter(folder / EVALS, resume_step=resume_step, key=("step", "split"))),
-        progress=stack.enter_context(Progress(config.steps, initial=initial)),
-    )
-    if config.tensorboard:
-        records.tensorboard = TensorBoardWriter(folder / "tensorboard", resume_step=resume_step)
-        stack.callback(records.tensorboard.close)
-    return records
-
-
-def _no_records(
-    stack: contextlib.ExitStack, config: TrainConfig, folder: Path, resume_step: int | None, *, initial: int
-) -> _Records:
-    silent = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-    progress = stack.enter_context(Progress(config.steps, initial=initial, stream=silent))
-    return _Records(metrics=None, evals=None, progress=progress)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,7 +124,7 @@ class _Loop:
         self,
         run: Run,
         checkpoints: Checkpoints,
-        records: _Records,
+        records: Records,
         stop: StopSignals,
         watchdog: Watchdog,
         saved: int | None,

@@ -55,9 +55,9 @@ def join_processes(
         _check_address(coordinator, num_processes, process_id)
     who = "this process" if process_id is None else f"process {process_id} of {num_processes}"
     failure = (
-        f"{who} did not meet the others at {coordinator or 'the address that was found'} within {join_timeout} s. Start "
-        "every process, each with the same --coordinator and --num_processes and a --process_id of its own; see that "
-        "process 0 runs, that its port is open to the others and free, and that no proxy variable is in the way; "
+        f"{who} did not meet the others at {coordinator or 'the address that was found'} within {join_timeout} s. "
+        "Start every process, each with the same --coordinator and --num_processes and a --process_id of its own; see "
+        "that process 0 runs, that its port is open to the others and free, and that no proxy variable is in the way; "
         "--join_timeout waits longer."
     )
     # jax itself aborts the process when its time is over, with a stack and no advice: ours is over first.
