@@ -269,6 +269,8 @@ def test_a_line_that_is_no_prediction_is_refused_with_its_number(tmp_path, line,
         (["--workdir=a", "--task=svmap"], "did you mean svamp"),
         (["--workdir=a", "--grader=clok"], "did you mean clock"),
         (["--workdir=a", "--decode=beam"], "decode='beam'"),
+        (["--workdir=a", "--split=test", "--eval_split=train"], "--eval_split=train are one flag: give one"),
+        (["--predictions=a", "--grader=clock", "--eval_split=test"], "no effect with --predictions: --eval_split"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(flags, words, tmp_path, monkeypatch):
@@ -278,10 +280,19 @@ def test_flags_that_do_not_fit_are_refused(flags, words, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_help_shows_the_defaults_of_this_command_not_those_of_training(capsys):
+    with pytest.raises(SystemExit):
+        main(["evaluate", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "First examples of the split; 0: all of them. Default: 0. --eval_batch_size" in text
+    assert not re.findall(rf"Default: [^.]*\b(?:{'|'.join(TASKS)})\b", text)
+
+
 def test_what_a_run_does_not_have_is_refused(run, tmp_path):
     for flags, words in [
         (["--step=3"], "does not hold step 3"),
         (["--split=intrepolate"], "did you mean interpolate"),
+        (["--eval_split=intrepolate"], "did you mean interpolate"),
         (["--variant=big"], "variant=big: not known"),
         (["--eval_examples=25"], "has 24 examples"),
         (["--task=jsonl", "--data_dir=nowhere"], "is missing"),

@@ -15,7 +15,7 @@ TABLES = {"task": TASKS, "grader": GRADERS}
 
 
 def main(argv: Sequence[str]) -> None:
-    given = parse_flags(EvaluateFlags, argv, tables=TABLES, usage=USAGE)
+    given = parse_flags(EvaluateFlags, argv, tables=TABLES, usage=USAGE, task_defaults=False)
     tables = {name: table for name, table in TABLES.items() if given.get(name)}
     check_names(given, EvaluateFlags, tables=tables)
     path, summary = evaluate(EvaluateFlags(**given))

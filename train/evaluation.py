@@ -34,6 +34,7 @@ class EvaluateFlags:
     variant: str = flag_field("Form of the task's data; empty: the run's, or the task's first of the run's kind", "")
     data_dir: str = flag_field("Folder of data sets; empty: the run's", "")
     split: str = flag_field("Split to score on; empty: the task's evaluation split", "")
+    eval_split: str = flag_field("Another name of --split: the one that train.main has for it", "")
     step: int | None = flag_field("Step of the checkpoint; none: the newest", None, at_least=0)
     grader: str = flag_field("Rule of right and wrong; empty: the task's", "")
     eval_examples: int = flag_field("First examples of the split; 0: all of them", 0, at_least=0)
@@ -76,6 +77,9 @@ class EvaluateFlags:
             raise UsageError("--predictions needs --grader=NAME, or --task=TASK whose grader is meant.")
         if self.backbone and not (self.task and self.out):
             raise UsageError("--backbone needs --task=TASK and --out=FOLDER: nothing is written beside a model.")
+        if self.split and self.eval_split not in ("", self.split):
+            raise UsageError(f"--split={self.split} and --eval_split={self.eval_split} are one flag: give one of them.")
+        object.__setattr__(self, "split", self.split or self.eval_split)
 
     @property
     def draws(self) -> bool:
@@ -89,8 +93,8 @@ class EvaluateFlags:
 
 _SUBJECTS = ("workdir", "backbone", "predictions")
 _OF_A_MODEL = (
-    "variant", "data_dir", "split", "step", "eval_examples", "eval_batch_size", "max_new_tokens", "decode", "samples",
-    "temperature", "seed", "distribution", "numeric_policy", "dtype",
+    "variant", "data_dir", "split", "eval_split", "step", "eval_examples", "eval_batch_size", "max_new_tokens", "decode",
+    "samples", "temperature", "seed", "distribution", "numeric_policy", "dtype",
 )  # fmt: skip
 _USELESS = {"workdir": ("dtype",), "backbone": ("step",), "predictions": _OF_A_MODEL}
 

@@ -48,7 +48,9 @@ def flag_field(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def parse_flags(cls: type, argv: Sequence[str], *, tables: Tables, usage: str) -> dict[str, Any]:
+def parse_flags(
+    cls: type, argv: Sequence[str], *, tables: Tables, usage: str, task_defaults: bool = True
+) -> dict[str, Any]:
     """Return the values of the flags that stand on the command line, also where they repeat a default.
 
     Args:
@@ -56,6 +58,7 @@ def parse_flags(cls: type, argv: Sequence[str], *, tables: Tables, usage: str) -
         argv: program name first.
         tables: field name -> names allowed; see `Tables`.
         usage: the first line of `--help`.
+        task_defaults: whether the command takes the defaults of a task's row, which `--help` then shows.
 
     Raises:
         UsageError: unknown flag (with the nearest known one), unreadable value, positional argument, an access token.
@@ -85,7 +88,7 @@ def parse_flags(cls: type, argv: Sequence[str], *, tables: Tables, usage: str) -
     except flags.Error as error:
         raise UsageError(f"{str(error).rstrip('.')}. --help shows what every flag takes.") from error
     if values.help:
-        print(help_text(cls, tables=tables, usage=usage))
+        print(help_text(cls, tables=tables, usage=usage, task_defaults=task_defaults))
         sys.exit(0)
     if positional:
         hint = f"; did you mean --{next(iter(fields))}={positional[0]}?" if len(positional) == 1 else "."
@@ -176,7 +179,7 @@ def nearest(name: str, known: Collection[str]) -> str | None:
     return found[0] if found else None
 
 
-def help_text(cls: type, *, tables: Tables, usage: str, width: int = 100) -> str:
+def help_text(cls: type, *, tables: Tables, usage: str, task_defaults: bool = True, width: int = 100) -> str:
     """Return the text of `--help`: every flag with its meaning, its choices and its default (also each task's own)."""
     kinds = typing.get_type_hints(cls)
     lines = [usage, ""]
@@ -189,7 +192,8 @@ def help_text(cls: type, *, tables: Tables, usage: str, width: int = 100) -> str
             other = field.metadata["other_form"]
             parts.append("One of " + ", ".join(map(_shown, choices)) + (f", or {other[1]}" if other else "") + ".")
         required = field.default is dataclasses.MISSING
-        parts.append("Required." if required else f"Default: {_shown(field.default)}{_task_defaults(name, tables)}.")
+        of_tasks = _task_defaults(name, tables) if task_defaults else ""
+        parts.append("Required." if required else f"Default: {_shown(field.default)}{of_tasks}.")
         lines += [f"  {flag}"]
         lines += textwrap.wrap(" ".join(parts), width, initial_indent=" " * 6, subsequent_indent=" " * 6)
         rows = tables[name].items() if isinstance(tables.get(name), Mapping) else ()
