@@ -148,7 +148,7 @@ def test_a_failed_cell_is_shown_with_code_and_last_line_never_averaged_and_tried
     assert result["differences"]["smmd"]["accuracy"]["low"] is None
     text = to_markdown(result)
     assert "| smmd | 1 | 90.00 | 3.000 |" in text and "| smmd | 1 | +20.00 | +0.000 |" in text
-    with pytest.raises(RunError):
+    with pytest.raises(RunError, match="The same command without --report_only tries them again"):
         grid("--report_only")
     assert grid().ran == [("smmd", 0)]
     assert grid.result()["summary"]["smmd"]["n"] == 2
@@ -176,6 +176,28 @@ def test_a_run_that_ends_well_without_its_evaluation_has_failed(grid):
 def test_more_steps_continue_the_cells_of_a_shorter_grid(grid):
     grid("--losses=ce", "--seeds=0")
     assert grid("--losses=ce", "--seeds=0", "--steps=20").ran == [("ce", 0)]
+
+
+def test_a_report_of_steps_that_no_cell_holds_is_refused_and_the_former_one_stays(grid):
+    grid("--losses=ce")
+    before = (grid.folder / "compare.md").read_text()
+    with pytest.raises(UsageError, match=r"run with --steps=12 .*: give --steps=10 --eval_split=interpolate, as they"):
+        grid("--losses=ce", "--steps=12", "--report_only")
+    assert (grid.folder / "compare.md").read_text() == before
+    write_jsonl(grid.folder / "ce-seed0" / "metrics.jsonl", [{"step": 10}])
+    with pytest.raises(UsageError, match="holds step 10 and --steps=6 asks for fewer"):
+        grid("--losses=ce", "--steps=6")
+    assert (grid.folder / "compare.md").read_text() == before
+
+
+def test_the_report_of_a_grid_that_is_being_prolonged_says_which_cells_are_behind(grid):
+    grid("--losses=ce")
+    grid("--losses=ce", "--seeds=0", "--steps=20")
+    grid("--losses=ce", "--steps=20", "--report_only")
+    assert [cell["ending"] for cell in grid.result()["cells"]] == [
+        "finished, accuracy 50.0%", "unfinished: ended with step 10, evaluated on interpolate"
+    ]  # fmt: skip
+    assert grid.result()["summary"]["ce"]["n"] == 1
 
 
 def test_seconds_are_left_out_where_an_attempt_was_not_timed(grid):

@@ -41,13 +41,13 @@ def main(argv: Sequence[str]) -> None:
     folder = own["workdir"] or os.path.join("runs", f"compare-{given.get('task', '')}")
     losses, seeds = read_names(own["losses"]), read_seeds(own["seeds"])
     cells = make_cells(given, losses=losses, seeds=seeds, workdir=folder, tables=TABLES)
-    check_cells(cells)
+    check_cells(cells, report_only=own["report_only"])
     report = lambda: write_comparison(cells, folder, argv)
     if not own["report_only"]:
         with StopSignals() as stop:
             run_cells(cells, launch=launch_process, stop=stop, report=report)
     print(report(), end="")
-    raise_for_failures(cells)
+    raise_for_failures(cells, report_only=own["report_only"])
 
 
 if __name__ == "__main__":

@@ -93,8 +93,8 @@ class EvaluateFlags:
 
 _SUBJECTS = ("workdir", "backbone", "predictions")
 _OF_A_MODEL = (
-    "variant", "data_dir", "split", "eval_split", "step", "eval_examples", "eval_batch_size", "max_new_tokens", "decode",
-    "samples", "temperature", "seed", "distribution", "numeric_policy", "dtype",
+    "variant", "data_dir", "split", "eval_split", "step", "eval_examples", "eval_batch_size", "max_new_tokens",
+    "decode", "samples", "temperature", "seed", "distribution", "numeric_policy", "dtype",
 )  # fmt: skip
 _USELESS = {"workdir": ("dtype",), "backbone": ("step",), "predictions": _OF_A_MODEL}
 

@@ -105,21 +105,47 @@ def read_seeds(text: str) -> list[int]:
     return [read_value("seeds", part, int) for part in read_names(text)]
 
 
-def check_cells(cells: Sequence[Cell]) -> None:
+def check_cells(cells: Sequence[Cell], *, report_only: bool = False) -> None:
     """Refuse a grid whose folder holds cells of another one; changes nothing.
 
+    Args:
+      cells: the grid.
+      report_only: whether nothing will be run; then no cell may have ended all of whose ends are others than asked for.
+
     Raises:
-      UsageError: a cell's folder holds another config, or a finished cell was evaluated on another number of examples.
+      UsageError: a cell's folder holds another config, a finished cell was evaluated on another number of examples, or
+        the cells hold other steps than asked for.
     """
+    ends, wanted = set(), (cells[0].config.steps, cells[0].config.eval_split)
     for cell in cells:
-        begun = check_run_folder(cell.config)
-        if begun and _final_row(cell) is not None:
-            before = json.loads((cell.folder / "config.json").read_text(encoding="utf-8"))["eval_examples"]
-            if before != cell.config.eval_examples:
-                raise UsageError(
-                    f"{cell.folder} was evaluated with --eval_examples={before}, the others would be with "
-                    f"{cell.config.eval_examples}: give the former value, or another --workdir."
-                )
+        if not check_run_folder(cell.config):
+            continue
+        if _final_row(cell) is None:
+            ends |= _saved_end(cell)
+            _check_steps(cell)
+            continue
+        ends.add(wanted)
+        before = _saved_config(cell)["eval_examples"]
+        if before != cell.config.eval_examples:
+            raise UsageError(
+                f"{cell.folder} was evaluated with --eval_examples={before}, the others would be with "
+                f"{cell.config.eval_examples}: give the former value, or another --workdir."
+            )
+    if report_only and ends and wanted not in ends:
+        shown = " or ".join(f"--steps={steps} --eval_split={split}" for steps, split in sorted(ends))
+        raise UsageError(
+            f"no cell of {cells[0].folder.parent} was run with --steps={wanted[0]} --eval_split={wanted[1]}: give "
+            f"{shown}, as they were, or leave --report_only out to go on with them. The report is as it was."
+        )
+
+
+def _check_steps(cell: Cell) -> None:
+    done = max((row["step"] for row in read_jsonl(cell.folder / METRICS)), default=0)
+    if done > cell.config.steps:
+        raise UsageError(
+            f"{cell.folder} holds step {done} and --steps={cell.config.steps} asks for fewer: give at least {done}, or "
+            "another --workdir."
+        )
 
 
 def read_outcome(cell: Cell) -> Outcome:
@@ -135,6 +161,10 @@ def read_outcome(cell: Cell) -> Outcome:
     row = _final_row(cell)
     if row is not None:
         return Outcome(state="finished", metrics=row, **facts)
+    ends = _saved_end(cell)
+    if exit_code == 0 and (cell.config.steps, cell.config.eval_split) not in ends:
+        message = ", ".join(f"ended with step {steps}, evaluated on {split}" for steps, split in ends)
+        return Outcome(state="unfinished", message=message, **facts)
     if exit_code == 0:
         message = f"ended without an evaluation of {cell.config.eval_split} at step {cell.config.steps}"
         return Outcome(state="failed", message=message, **facts)
@@ -189,8 +219,12 @@ def run_cells(
         raise StoppedError("a signal ended the comparison. Run the same command again to go on.", stop.received)
 
 
-def raise_for_failures(cells: Sequence[Cell]) -> None:
+def raise_for_failures(cells: Sequence[Cell], *, report_only: bool = False) -> None:
     """Raise if a cell failed, so that a script that runs the grid notices.
+
+    Args:
+      cells: the grid.
+      report_only: whether the command at hand runs nothing.
 
     Raises:
       RunError: names the cells; exit code 1.
@@ -199,7 +233,7 @@ def raise_for_failures(cells: Sequence[Cell]) -> None:
     if failed:
         raise RunError(
             f"{len(failed)} of {len(cells)} cells failed ({', '.join(failed)}); {LOG} in their folders says why. The "
-            "same command tries them again."
+            f"same command {'without --report_only ' if report_only else ''}tries them again."
         )
 
 
@@ -240,6 +274,17 @@ def _final_row(cell: Cell) -> dict[str, Any] | None:
     wanted = (cell.config.steps, cell.config.eval_split)
     rows = [row for row in read_jsonl(cell.folder / EVALS) if (row.get("step"), row.get("split")) == wanted]
     return rows[-1] if rows else None
+
+
+def _saved_config(cell: Cell) -> dict[str, Any]:
+    path = cell.folder / "config.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _saved_end(cell: Cell) -> set[tuple[int, str]]:
+    """The last step and the split of the evaluation that the newest start of a cell was to end with, if it began."""
+    saved = _saved_config(cell)
+    return {(saved["steps"], saved["eval_split"])} if saved else set()
 
 
 def _environment(cell: Cell) -> tuple[dict[str, Any], int]:
