@@ -225,8 +225,16 @@ class NumericKernel:
         return self.vocab.min_vocab_size
 
     def __repr__(self) -> str:
-        alpha = "traced" if isinstance(self.alpha, jax.core.Tracer) else f"{float(self.alpha):.6g}"
-        return f"NumericKernel(N={self.gram.shape[-1]}, alpha={alpha}, vocab={self.vocab!r})"
+        # The vocabulary's report fills a page and has a place of its own: print(kernel.vocab).
+        alpha = "traced"
+        if not isinstance(self.alpha, jax.core.Tracer):
+            # A tree of kernels may hold shapes, shardings or a batch instead.
+            is_number = isinstance(self.alpha, jax.Array | np.ndarray | float) and np.ndim(self.alpha) == 0
+            alpha = f"{float(self.alpha):.6g}" if is_number else type(self.alpha).__name__
+        size = getattr(self.gram, "shape", ("?",))[-1]
+        report = self.vocab.report
+        span = f"{report.smallest_value:.9g} to {report.largest_value:.9g}"
+        return f"NumericKernel(N={size}, alpha={alpha}, policy={report.policy!r}, values {span})"
 
 
 TERMS: dict[str, Callable[[Gram, float], Gram]] = {

@@ -459,3 +459,13 @@ def test_kernels_are_not_built_under_jit():
 def test_a_vocabulary_is_wanted_not_a_dictionary():
     with pytest.raises(TypeError, match="NumericVocab"):
         make_numeric_kernel({"1": 0})
+
+
+def test_a_kernel_is_shown_in_one_line():
+    kernel = make_numeric_kernel(make_numeric_vocab({str(digit): digit for digit in range(10)}))
+    assert repr(kernel) == "NumericKernel(N=10, alpha=0.118199, policy='integers', values 0 to 9)"
+    shapes = jax.eval_shape(lambda kernel: kernel, kernel)
+    assert repr(shapes) == "NumericKernel(N=10, alpha=ShapeDtypeStruct, policy='integers', values 0 to 9)"
+    shown = []
+    jax.jit(lambda kernel: shown.append(repr(kernel)))(kernel)
+    assert shown == ["NumericKernel(N=10, alpha=traced, policy='integers', values 0 to 9)"]
