@@ -83,3 +83,8 @@ __all__ = [
     "smmd_terms",
     "sum_and_count",
 ]
+
+
+def __dir__() -> list[str]:
+    """List the public names alone: the modules that they come from are no part of the interface."""
+    return [*__all__, "__version__"]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import smmd_jax
+import smmd_jax.backbones
 import train
 from smmd_jax import KERNELS, LOSSES
 
@@ -50,6 +51,13 @@ def test_the_package_exports_what_is_promised_and_nothing_else():
     assert sorted(smmd_jax.__all__) == sorted(PROMISED + FURTHER)
     assert len(set(smmd_jax.__all__)) == len(smmd_jax.__all__)
     assert all(hasattr(smmd_jax, name) for name in smmd_jax.__all__)
+
+
+def test_completion_shows_the_public_names_and_no_module():
+    assert set(dir(smmd_jax)) == {*smmd_jax.__all__, "__version__"}
+    assert set(dir(smmd_jax.backbones)) == set(smmd_jax.backbones.__all__)
+    assert not [name for package in (smmd_jax, smmd_jax.backbones) for name in dir(package)
+                if inspect.ismodule(getattr(package, name))]  # fmt: skip
 
 
 def test_every_row_of_the_tables_is_public():

@@ -42,3 +42,8 @@ __all__ = [
     "stack_layers",
     "unstack_layers",
 ]
+
+
+def __dir__() -> list[str]:
+    """List the public names alone: the modules that they come from are no part of the interface."""
+    return [*__all__]
