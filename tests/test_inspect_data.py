@@ -115,10 +115,20 @@ def _coverage(pairs, tokenizer=None):
 
 
 def faults(*flags):
-    with pytest.raises(DataError) as caught:
-        inspect(*flags)
-    assert exit_code_of(caught.value) == 3
-    return str(caught.value)
+    """The last section of the report; the error names their kinds, and says nothing twice."""
+    errors = []
+
+    def run():
+        with pytest.raises(DataError) as caught:
+            main(["inspect", "--task=arith", *map(str, flags)])
+        errors.append(caught.value)
+
+    report = captured(run)[0].partition("\nfaults\n")[2]
+    assert exit_code_of(errors[0]) == 3
+    found = [line.strip() for line in report.splitlines() if line.startswith("  ")]
+    kinds = "; ".join(dict.fromkeys(line.partition(":")[0] for line in found))
+    assert str(errors[0]) == f"the data are not fit to train on: {kinds}. The report says more under 'faults'."
+    return report
 
 
 def test_answers_without_targets_are_a_wrong_mask(data):
@@ -145,13 +155,13 @@ def test_every_spoilt_mask_is_found(data, monkeypatch, spoil, words):
     assert "wrong mask" in found and words in found
 
 
-def test_answers_that_would_be_cut_are_counted(data):
+def test_examples_that_would_be_left_out_are_counted(data):
     data([*TRAIN, ("5 + 5\n", "1" * 40)])
     found = faults("--max_length=20")
-    assert "answers would be cut: 1 of 5 examples need more than max_length=20 positions (for example key-4)" in found
+    assert "examples that are too long: 1 of 5 need more than max_length=20 positions (for example key-4)" in found
     assert "max_length=44 keeps all of them" in found
     assert "1 of 5 (20.00%) need more than max_length=20" in inspect("--max_length=20", "--max_dropped_fraction=0.2")
-    assert "5 of 5 examples" in faults("--max_length=2", "--max_dropped_fraction=0.99")
+    assert "5 of 5 need" in faults("--max_length=2", "--max_dropped_fraction=0.99")
 
 
 def test_a_tokenizer_without_digits_is_named(data, monkeypatch, tmp_path):
@@ -182,7 +192,7 @@ def test_overlap_is_refused_when_it_is_asked_for(data):
 def test_all_faults_are_named_at_once(data):
     data([("a\n", "yes"), ("b\n", "n" * 50)], [("a\n", "yes")])
     found = faults("--max_length=20", "--check_overlap")
-    assert [word in found for word in ("would be cut", "no digits in the answers", "overlap")] == [True] * 3
+    assert [word in found for word in ("too long", "no digits in the answers", "overlap")] == [True] * 3
 
 
 def test_wrong_flags_and_folders_are_refused(data, tmp_path):
@@ -204,7 +214,7 @@ def test_the_command_ends_with_3_and_the_reason(tmp_path):
     command = ["-m", "train.inspect_data", "--task=jsonl", f"--data_dir={tmp_path}"]
     done = run_child(command, XDG_CACHE_HOME=str(tmp_path / "cache"))
     assert done.returncode == 3, done.stderr
-    assert done.stderr.startswith("error: the data are not fit to train on:\n  no digits in the answers")
+    assert done.stderr.startswith("error: the data are not fit to train on: no digits in the answers. The")
     assert "coverage of digits\n  the answers hold no digit" in done.stdout
 
 

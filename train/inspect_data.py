@@ -44,7 +44,9 @@ def main(argv: Sequence[str]) -> None:
     for path in write_inspection(found, own.out) if own.out else ():
         print(f"wrote {path}")
     if found.faults:
-        raise DataError("the data are not fit to train on:\n  " + "\n  ".join(found.faults))
+        # The report has just ended with them; here their kinds, for a reader of stderr alone.
+        kinds = dict.fromkeys(fault.partition(":")[0] for fault in found.faults)
+        raise DataError(f"the data are not fit to train on: {'; '.join(kinds)}. The report says more under 'faults'.")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ class Inspection:
 
     Attributes:
       text: the report.
-      faults: one sentence for each reason not to train on these data; empty where there is none.
+      faults: one sentence for each reason not to train on these data, its kind before a colon; empty where there is
+        none.
       lengths: [n] positions that each example takes, long ones included.
       max_length: positions of a row.
       kernel: of the numeric vocabulary; None: the tokenizer has none.
@@ -140,8 +141,8 @@ def _length_faults(source: Source, lengths: np.ndarray, config: TrainConfig) -> 
     if len(long) <= config.max_dropped_fraction * len(lengths) and len(long) < len(lengths):
         return []
     return [
-        f"answers would be cut: {len(long):,} of {len(lengths):,} examples need more than max_length="
-        f"{config.max_length} positions (for example {_keys(source, long)}) and would be left out, more than the "
+        f"examples that are too long: {len(long):,} of {len(lengths):,} need more than max_length={config.max_length} "
+        f"positions (for example {_keys(source, long)}) and would be left out, more than the "
         f"{config.max_dropped_fraction:.1%} that may be; max_length={lengths.max()} keeps all of them."
     ]
 
