@@ -15,6 +15,7 @@ from tests.runs import examples_of, numbers_of, rows_of, run_child, steps_of, ti
 from train.config import TrainConfig, config_from_json
 from train.exits import EXIT_CODES
 from train.log import read_jsonl
+from train.preview import MARKS_LEGEND
 
 EVALUATED = (*runs.HARD, "--eval_every=6")
 SECRET = "hf_" + "aB3" * 10
@@ -85,7 +86,7 @@ def test_a_dry_run_compiles_shows_examples_and_memory_and_writes_nothing(data_di
     assert re.search(r"step +compiled in \d+s; memory per device:", done.stdout)
     for name in ("arguments", "outputs", "temporaries", "peak"):
         assert re.search(rf"{name} +\d+\.\d MiB", done.stdout)
-    title = "examples (p prompt, a answer, N numeric target, . ignored: not a target)\n"
+    title = f"examples ({MARKS_LEGEND})\n"
     lines = done.stdout.partition(title)[2].splitlines()[:6]
     for texts, marks in zip(lines[::2], lines[1::2], strict=True):
         marks = marks.split()

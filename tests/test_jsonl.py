@@ -8,8 +8,11 @@ import zlib
 import pytest
 from PIL import Image
 
+from train.config import make_config
 from train.exits import DataError
+from train.main import TABLES
 from train.overlap import overlap, prompts_of
+from train.splits import open_split
 from train.tasks.json_lines import MAX_LINE_BYTES, JsonLines, split_of
 from train.tasks.jsonl import make_source
 
@@ -226,3 +229,9 @@ def test_lines_of_any_length_are_read_in_bounded_memory(folder):
     lines = JsonLines(path=path, split="train")
     assert [record["line"] for record in lines()] == ["2"]
     assert lines.bad == {"longer than 1,048,576 bytes": [1, 3]}
+
+
+def test_a_run_without_a_folder_is_told_which_flag_to_give():
+    config = make_config({"task": "jsonl"}, tables=TABLES)
+    with pytest.raises(DataError, match="give --data_dir=FOLDER with train"):
+        open_split(config, "train")

@@ -21,6 +21,7 @@ from train.export import ExportFlags
 from train.flags import parse_flags
 from train.gguf_models import WHEEL
 from train.main import TABLES
+from train.preview import MARKS_LEGEND
 
 ROOT = Path(__file__).parents[1]
 TEXTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -104,6 +105,11 @@ def check_command(module, flags):
         EvaluateFlags(**parse_flags(EvaluateFlags, [module, *flags], tables={}, usage=USAGE))
     else:
         assert module == "benchmarks.report", f"no check is known for {module}"
+
+
+@pytest.mark.parametrize("page", ["training.md", "tasks.md"])
+def test_the_marks_of_tokens_are_explained_in_the_words_of_the_program(page):
+    assert f"({MARKS_LEGEND})" in " ".join((ROOT / "docs" / page).read_text(encoding="utf-8").split())
 
 
 def test_a_command_with_a_flag_that_does_not_exist_is_noticed():

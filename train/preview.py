@@ -12,7 +12,8 @@ from train.tasks.base import Example
 from train.tokenizer import Tokenizer
 
 MARKS = {"prompt": "p", "answer": "a", "number": "N", "ignored": "."}
-MARKS_LEGEND = "p prompt, a answer, N numeric target, . ignored: not a target"
+# Docs have the same words.
+MARKS_LEGEND = "p prompt, a answer, N numeric target, . first token: ignored, for nothing predicts it"
 
 
 def header(run: Run, *, resuming: bool) -> str:
