@@ -17,6 +17,7 @@ from smmd_jax.backbones.weights import load_parameters
 from train.backbone import Backbone
 from train.config import TrainConfig
 from train.exits import CheckpointMismatchError
+from train.partition import batch_sharding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,7 @@ def make_parameters(config: TrainConfig, backbone: Backbone, mesh: Mesh) -> Para
             param_dtype=jnp.dtype(config.stored_dtype),
             scan_layers=config.scan_layers,
             remat=config.remat,
+            rows=batch_sharding(mesh) if mesh.size > 1 else None,
         )
         if config.lora_rank:
             targets = [name.strip() for name in config.lora_targets.split(",") if name.strip()]

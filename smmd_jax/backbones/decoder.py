@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, Float, Int
 
 from smmd_jax.backbones.attention import Tokens, visible_keys
@@ -16,6 +17,7 @@ from smmd_jax.backbones.layer import DecoderLayer
 from smmd_jax.backbones.norm import RMSNorm
 from smmd_jax.backbones.products import wide_einsum
 from smmd_jax.backbones.rope import check_positions, rope_rotation
+from smmd_jax.backbones.sharding import keep_rows
 from smmd_jax.backbones.stack import REMAT, run_scanned, run_unrolled, stack_modules, unstack_modules
 from smmd_jax.backbones.token_ids import as_token_ids
 
@@ -86,6 +88,9 @@ class Decoder(nnx.Module):
             cache, layers are taken out of the stack one by one: generation may copy the parameters once a token.
         remat: what each layer keeps for its backward pass: "none": everything; "dots": products with weights; "full":
             its input only. On the CPU XLA undoes this for unrolled layers: scan them to save memory there.
+        rows: where the rows of a batch lie. What flows between layers and the logits are kept there: left to itself,
+            the compiler splits activations over D as the parameters are and adds up partial sums of whole batches.
+            None, and batches that do not divide: the compiler decides.
 
     Raises:
         ValueError: an unknown `remat`; `scan_layers` for a decoder with layers that read images.
@@ -110,6 +115,7 @@ class Decoder(nnx.Module):
         param_dtype=jnp.float32,
         scan_layers: bool = False,
         remat: str = "none",
+        rows: NamedSharding | None = None,
     ):
         if not isinstance(remat, str) or remat not in REMAT:
             raise ValueError(f"remat {remat!r} is unknown, wanted one of {', '.join(REMAT)}")
@@ -119,6 +125,7 @@ class Decoder(nnx.Module):
                 "scan_layers out"
             )
         self.config, self.dtype, self.scan_layers, self.remat = config, dtype, scan_layers, remat
+        self.rows = rows
         std = config.hidden_size**-0.5
         self.embed_tokens = nnx.Embed(
             config.num_embeddings, config.hidden_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
@@ -211,9 +218,10 @@ class Decoder(nnx.Module):
             keys = jax.random.split(rngs.dropout(), self.config.num_layers)
 
         def without_cache(layer, flat, table, key):
-            return run(layer, flat, *table, rngs=None if key is None else nnx.Rngs(key))[0]
+            flat, _ = run(layer, flat, *table, rngs=None if key is None else nnx.Rngs(key))
+            return keep_rows(flat, self.rows)
 
-        flat = self._first(input_ids, tokens.real, embeddings)
+        flat = keep_rows(self._first(input_ids, tokens.real, embeddings), self.rows)
         if self.scan_layers:
             flat = run_scanned(self.layers, flat, tables, choices, keys, without_cache, remat=self.remat)
         else:
@@ -249,7 +257,8 @@ class Decoder(nnx.Module):
 
     def _project(self, hidden: Float[Array, "*batch D"], columns: Float[Array, "D some"]) -> Array:
         flat = hidden.reshape(-1, hidden.shape[-1]).astype(self.dtype)
-        return wide_einsum("td,dv->tv", flat, columns).reshape(*hidden.shape[:-1], -1)
+        products = keep_rows(wide_einsum("td,dv->tv", flat, columns), self.rows, others=PartitionSpec.UNCONSTRAINED)
+        return products.reshape(*hidden.shape[:-1], -1)
 
     def prefill(
         self,

@@ -1,11 +1,14 @@
 """Which mesh axis splits which dimension of which parameter: one table of path rules per backbone family."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
 
 # Path pattern -> mesh axis per dimension. Heads, feed-forward and vocabulary lie over `tensor`, the other dimension of
 # each matrix over `fsdp`; `data` splits no parameter. Vectors as wide as the model are kept whole: they are small.
@@ -135,3 +138,24 @@ def parameter_shardings(
     if faults:
         raise ValueError("every parameter must match exactly one sharding rule; wanting:\n  " + "\n  ".join(faults))
     return shardings
+
+
+def keep_rows(
+    array: Float[Array, "rows *width"], rows: NamedSharding | None, *, others: Any = None
+) -> Float[Array, "rows *width"]:
+    """Keep the first axis of an array of activations where the rows of a batch lie.
+
+    Args:
+        array: [B * T, ...], rows one after another.
+        rows: sharding of the rows, over one or more axes. None leaves the array as it is, and so does a number of rows
+            that does not divide.
+        others: the axis of the mesh for all other dimensions; None: they are whole on each device,
+            `PartitionSpec.UNCONSTRAINED`: the compiler decides.
+    """
+    if rows is None:
+        return array
+    axes = rows.spec[0] if isinstance(rows.spec[0], tuple) else (rows.spec[0],)
+    if array.shape[0] % math.prod(rows.mesh.shape[axis] for axis in axes):
+        return array
+    spec = PartitionSpec(axes, *(others,) * (array.ndim - 1))
+    return jax.lax.with_sharding_constraint(array, NamedSharding(rows.mesh, spec))
