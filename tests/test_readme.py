@@ -91,6 +91,17 @@ def test_commands_parse(path):
                 check_command(rest[1], rest[2:])
 
 
+@of("shell")
+def test_commands_within_scripts_parse(path):
+    """Scripts of clusters: whatever stands around them, the commands of this project are right."""
+    for text in blocks(path, "shell"):
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+        found = re.findall(r"python -m (train\.\w+)((?: +--[^\s\"]+)+)", text.replace("\\\n", " "))
+        assert len(found) == text.count("python -m ") > 0
+        for module, flags in found:
+            check_command(module, flags.split())
+
+
 def check_command(module, flags):
     if module == "train.main":
         if "--help" not in flags:
