@@ -27,7 +27,7 @@ from smmd_jax import (
     sum_and_count,
 )
 from tests.cases import NUMERIC_ROWS, POSITION_ROWS, make_batch, make_kernel, make_vocab, text_ids, width
-from tests.programs import products, shapes, temporaries
+from tests.programs import equations, products, shapes, temporaries
 from tests.reference import REFERENCES
 
 # Enough numeric tokens for the blocks of numeric rows, and a number that no other axis has.
@@ -143,6 +143,19 @@ def test_chunks_need_less_than_a_third_of_the_memory_of_full_logits(dtype):
     assert of_full >= 2 * rows * vocab_size * 4
     assert of_sums <= 0.30 * of_full
     assert of_values <= 0.30 * of_full
+
+
+def test_a_mask_takes_no_pass_over_the_logits_of_a_chunk():
+    rows, depth, vocab_size, chunk, kernel = 24, 5, 211, 8, make_kernel()
+    operands = shape_of(rows, depth), shape_of(depth, vocab_size), shape_of(rows, dtype=jnp.int32)
+
+    def total(hidden, head, targets, mask):
+        ce, numeric = chunked_cross_entropy_and_numeric(hidden, head, targets, kernel, mask=mask, chunk=chunk)
+        return jnp.sum(ce + numeric)
+
+    jaxpr = jax.make_jaxpr(jax.grad(total, (0, 1)))(*operands, shape_of(rows, dtype=jnp.bool_)).jaxpr
+    shapes_of_selects = [eq.outvars[0].aval.shape for eq in equations(jaxpr) if eq.primitive.name == "select_n"]
+    assert shapes_of_selects and (chunk, vocab_size) not in shapes_of_selects
 
 
 def test_memory_of_the_chunks_does_not_grow_with_the_rows():

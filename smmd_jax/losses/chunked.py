@@ -88,7 +88,8 @@ def chunked_cross_entropy_and_numeric(
     def losses_of_chunk(operands):
         hidden, targets, live = operands
         logits = _logits(hidden, head)
-        ce = cross_entropy_loss(logits, targets, mask=live)
+        # Dead rows of hidden are zeros: a mask over the chunk's logits would be one more pass over them on either way.
+        ce = jnp.where(live, cross_entropy_loss(logits, jnp.where(live, targets, 0)), 0.0)
         return ce, _numeric_loss(spec, _logits(hidden, columns), logits, targets, kernel, live)
 
     operands = _in_chunks((hidden, targets, live), rows, _chunk_size(name, chunk, rows, head.shape[1]))
