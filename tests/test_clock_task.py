@@ -17,7 +17,7 @@ from train.graders import GRADERS
 from train.image_files import read_image
 from train.metrics import score
 from train.overlap import overlap, prompts_of
-from train.tasks import TASKS
+from train.tasks import TASKS, prepared
 from train.tasks.clock import DIAL_SETS, DialSet, generate_dials, make_source
 from train.tasks.clock_files import find_photos, read_time
 from train.tasks.painted import split_of_picture
@@ -96,6 +96,15 @@ def test_a_thousand_small_dials_take_a_second_or_so():
     list(generate_dials(dials, split="train", seed=0))
     # Measured 0.15 s of processor time; the bound leaves room for a slow machine.
     assert time.process_time() - began < 1.5
+
+
+def test_painting_that_takes_long_is_said_once(monkeypatch, capfd):
+    make_source("train", examples={"train": 3, "test": 1})
+    assert capfd.readouterr() == ("", "")
+    monkeypatch.setattr(prepared, "_PATIENCE_SECONDS", 0.0)
+    make_source("train", examples={"train": 30, "test": 2})
+    out, err = capfd.readouterr()
+    assert out == "" and err.startswith("preparing upright-seed0-") and err.count("\n") == 1
 
 
 def test_unknown_splits_and_variants_are_refused():

@@ -7,6 +7,8 @@ import hashlib
 import io
 import json
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from absl import logging
 
 from train.exits import DataError
 from train.tasks.base import Example
+
+_PATIENCE_SECONDS = 5.0
 
 Record = Mapping[str, str | bytes]
 
@@ -133,12 +137,25 @@ def prepare_builder(
     root.mkdir(parents=True, exist_ok=True)
     tfds.disable_progress_bar()
     # TFDS writes to a temporary folder and renames it; without the lock the slower of two writers fails at the rename.
-    with open(root / f".{config.name}.lock", "w") as lock:
+    what = f"preparing {config.name} in {root}, which is done once"
+    with _said_after(_PATIENCE_SECONDS, what), open(root / f".{config.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with _quiet_tfds():
             builder = builder_class(config=config, data_dir=str(root), file_format="array_record")
             builder.download_and_prepare()
     return builder
+
+
+@contextlib.contextmanager
+def _said_after(seconds: float, what: str) -> Iterator[None]:
+    """Say on stderr what is being done where it takes long: a minute of silence looks like a hang."""
+    timer = threading.Timer(seconds, print, args=[f"{what} ..."], kwargs={"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextlib.contextmanager
