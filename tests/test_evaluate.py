@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from smmd_jax import numeric_vocab_from_tokenizer
+from smmd_jax import make_numeric_vocab, numeric_vocab_from_tokenizer
 from tests.runs import captured, contents, run_child, shrink, train_here
 from tests.test_word_problems import SVAMP_ROWS
 from train.backbone import make_backbone
@@ -24,7 +24,8 @@ from train.hf_folder import export
 from train.log import read_jsonl
 from train.regression_decoding import expected_value, median_value
 from train.sampled_answers import mean_text, median_text
-from train.tasks import TASKS
+from train.tasks import TASKS, Example
+from train.token_answers import check_single_tokens
 from train.trained import read_run_config, restore_trained
 
 FEW = ("--steps=4", "--eval_examples=5", "--checkpoint_every=2")
@@ -200,6 +201,12 @@ def test_answers_of_one_token_are_those_of_the_distribution_after_the_prompt(run
             p = np.asarray(jax.nn.softmax(model(prompt)[0, -1]), np.float64)[ids]
             assert float(row["prediction"]) == pytest.approx(float(answer(p, np.arange(10.0))), rel=1e-5)
             assert row["parsed"] and row["gold_value"] == float(given["answer"])
+
+
+def test_a_picture_is_not_passed_over_in_silence():
+    example = Example(key="k", prompt="?", answer="4", image=b"png")
+    with pytest.raises(DataError, match="example k has an image"):
+        check_single_tokens([example], None, make_numeric_vocab(["4", "5"]), decode="token_median")
 
 
 def write_lines(path, *rows):

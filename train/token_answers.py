@@ -29,11 +29,13 @@ def check_single_tokens(
     """Refuse gold answers that are not one numeric token each: the number after the prompt would be part of an answer.
 
     Raises:
-      DataError: with the number of such answers and the first of them.
+      DataError: with the number of such answers and the first of them; also an example with an image.
     """
     known, total = set(np.asarray(vocab.token_ids).tolist()), 0
     other = []
     for example in examples:
+        if example.image is not None:
+            raise DataError(f"decode={decode} reads prompts of text alone, and example {example.key} has an image.")
         total += 1
         tokens = tokenizer.encode(example.answer)
         if len(tokens) != 1 or tokens[0] not in known:
