@@ -91,6 +91,33 @@ def test_commands_parse(path):
                 check_command(rest[1], rest[2:])
 
 
+def test_what_a_command_takes_another_of_the_pages_makes():
+    """Runs that are exported or evaluated are trained somewhere, and hold the checkpoint that is asked for."""
+    runs, exported, users = {}, set(), []
+    for program, *rest in (command for path in TEXTS for text in blocks(path, "bash") for command in commands(text)):
+        if program != "python" or rest[1] not in ("train.main", "train.export", "train.evaluate"):
+            continue
+        module, flags = rest[1], rest[1:]
+        if module == "train.main":
+            if not {"--help", "--dry_run"} & set(flags):
+                config = parse_command_line(flags, tables=TABLES)
+                assert runs.setdefault(config.workdir, config) == config, f"two runs in {config.workdir}"
+        else:
+            kind = ExportFlags if module == "train.export" else EvaluateFlags
+            users.append(kind(**parse_flags(kind, flags, tables={}, usage=USAGE)))
+            exported |= {users[-1].out} if kind is ExportFlags else set()
+    assert len(users) >= 8
+    for user in users:
+        if not user.workdir:
+            assert getattr(user, "backbone", "") in {*exported, ""}
+            continue
+        config = runs[user.workdir]
+        saved = [*range(config.checkpoint_every, config.steps, config.checkpoint_every), config.steps]
+        assert user.step is None or user.step in saved[-config.keep_checkpoints :], (user, saved)
+        if getattr(user, "adapter", False):
+            assert config.lora_rank and config.backbone != "tiny"
+
+
 @of("shell")
 def test_commands_within_scripts_parse(path):
     """Scripts of clusters: whatever stands around them, the commands of this project are right."""
