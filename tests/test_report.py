@@ -89,6 +89,32 @@ def test_loss_curves_leave_nulls_out(metrics, curves):
     assert draw_losses([{"step": 1, "loss": None}]) is None
 
 
+@pytest.mark.parametrize("name, value", [("power", lambda step: 20 / step), ("flat", lambda step: 2.0)])
+def test_the_thick_line_follows_a_falling_loss_and_says_what_it_is(name, value):
+    """Within 5 %, from the first row to the last: a wide window shows the steep beginning where it has long passed."""
+    steps = range(20, 2001, 20)
+    (axes,) = draw_losses([{"step": step, "loss": value(step)} for step in steps]).axes
+    thin, thick = axes.get_lines()
+    assert list(thick.get_xdata()) == list(steps)
+    assert max(abs(thick.get_ydata() / thin.get_ydata() - 1)) < 0.05
+    assert axes.get_legend().get_title().get_text() == "thin: logged, thick: moving mean"
+
+
+def test_the_thick_line_is_smoother_than_the_thin_one():
+    (axes,) = draw_losses([{"step": step, "loss": 2.0 + step % 2} for step in range(200)]).axes
+    assert max(abs(value - 2.5) for value in axes.get_lines()[1].get_ydata()[60:-20]) < 0.05
+
+
+def test_the_tallest_bar_of_errors_has_room_above_and_ticks_are_plain_numbers():
+    exact = [{"value": 3, "gold_value": 3}] * 945
+    (axes,) = draw_error_histogram([*exact, {"value": 4, "gold_value": 3}]).axes
+    assert axes.get_ylim() == (0, 2 * 945)
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["0", "1", "10", "100", "1,000"]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["-10", "-1", "0", "1", "10"]
+    (axes,) = draw_error_histogram(PREDICTIONS).axes
+    assert [text.get_text() for text in axes.get_xticklabels()][-3:] == ["1000", "1e6", "1e9"]
+
+
 def test_accuracy_has_a_line_per_split_in_the_order_of_their_names(tmp_path):
     odd = {"step": 3, "split": "_$x^$", "accuracy": 0.1}
     (axes,) = draw_accuracy([*EVALS, odd]).axes

@@ -20,7 +20,7 @@ _DISTRIBUTION = {
     "  CRPS": "crps",
     "  calibration error": "calibration_error",
 }
-_MOVING = 12  # logged steps on each side that the thick line of a loss plot averages over
+_MOVING = 12  # most logged steps on each side that the thick line of a loss plot averages over
 
 
 def write_plots(folder: str | os.PathLike[str]) -> list[Path]:
@@ -54,7 +54,10 @@ def write_plots(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def draw_losses(metrics: Sequence[Row]) -> Any:
-    """Return a figure of the total, cross-entropy and numeric loss over steps; None without a row that has one."""
+    """Return a figure of the total, cross-entropy and numeric loss over steps; None without a row that has one.
+
+    Thin lines are the logged values, thick ones their centred moving mean.
+    """
     curves = {name: _points(metrics, name) for name in ("loss", "ce", "numeric")}
     curves = {name: points for name, points in curves.items() if points}
     if not curves:
@@ -67,7 +70,7 @@ def draw_losses(metrics: Sequence[Row]) -> Any:
         axes.plot(steps, _moving_mean(values), color=color, label=name)
     if all(value > 0 for points in curves.values() for _, value in points):
         axes.set_yscale("log")
-    axes.legend()
+    axes.legend(title="thin: logged, thick: moving mean", title_fontsize="small")
     return figure
 
 
@@ -95,14 +98,18 @@ def draw_error_histogram(predictions: Sequence[Row]) -> Any:
     if not errors:
         return None
     figure, axes = _figure("predicted - true value", "answers")
-    axes.hist([_symmetric_log(error) for error in errors], bins=[edge / 4 - 0.125 for edge in range(-40, 42)])
+    heights, *_ = axes.hist(list(map(_symmetric_log, errors)), bins=[edge / 4 - 0.125 for edge in range(-40, 42)])
     reach = max(1.5, max(abs(_symmetric_log(error)) for error in errors) + 0.5)
     ticks = [0, 1, 10, 100, 1000] if reach < 4 else [0, 10, 1000, 10**6, 10**9]
     places = sorted({sign * tick for tick in ticks for sign in (-1, 1)})
     shown = [place for place in places if abs(_symmetric_log(place)) <= reach]
-    axes.set_xticks([_symmetric_log(place) for place in shown], [f"{place:g}" for place in shown])
+    axes.set_xticks([_symmetric_log(place) for place in shown], [_tick(place) for place in shown])
     axes.set_xlim(-reach, reach)
     axes.set_yscale("symlog", linthresh=1)
+    top = 2 * max(heights)
+    counts = [0, *(10**power for power in range(10) if 10**power <= top)]
+    axes.set_yticks(counts, [f"{count:,}" for count in counts])
+    axes.set_ylim(0, top)
     missing = len(predictions) - len(errors)
     axes.set_title(f"{len(errors)} answers that are numbers" + (f", {missing} that are not" if missing else ""))
     return figure
@@ -219,9 +226,18 @@ def _points(rows: Sequence[Row], name: str) -> list[tuple[int, float]]:
 
 
 def _moving_mean(values: Sequence[float]) -> list[float]:
-    """Average over the same number of neighbours on both sides, fewer near the ends: a one-sided mean lags behind."""
-    sides = [min(_MOVING, i, len(values) - 1 - i) for i in range(len(values))]
+    """Average over the same number of neighbours on both sides, fewer near the ends: a one-sided mean lags behind.
+
+    Early on a loss falls so steeply that the mean of a wide window lies far above its middle, so it widens with the
+    step: a quarter of the way from the beginning on each side.
+    """
+    sides = [min(_MOVING, i // 4, len(values) - 1 - i) for i in range(len(values))]
     return [statistics.fmean(values[i - side : i + side + 1]) for i, side in enumerate(sides)]
+
+
+def _tick(place: int) -> str:
+    """Write 1000000 as 1e6: all its digits would run into the next tick's."""
+    return str(place) if abs(place) <= 1000 else f"{'-' if place < 0 else ''}1e{len(str(abs(place))) - 1}"
 
 
 def _symmetric_log(value: float) -> float:
