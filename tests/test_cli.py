@@ -191,7 +191,8 @@ def test_kills_at_random_moments_lose_nothing(straight, data_dir, tmp_path):
     rng = random.Random(0)
     for _ in range(8):
         with runs.start_child(tiny_command(folder, data_dir, *EVALUATED, examples=examples)) as child:
-            child.stdout.readline()  # the header: imports and data are behind it
+            # The header: imports and data are behind it.
+            next(line for line in iter(child.stdout.readline, "") if line.startswith("task"))
             time.sleep(rng.uniform(0, 5))
             child.kill()
             child.communicate()

@@ -63,6 +63,11 @@ def run(data_dir, tmp_path_factory):
     return folder, out, err
 
 
+def test_a_run_says_at_once_that_it_prepares_and_then_how_long_that_took(run):
+    _, out, _ = run
+    assert re.match(r"preparing data and model \.\.\.\ntask       arith: .*\nprepared   in \d+s\n", out, re.DOTALL)
+
+
 def test_a_run_folder_holds_every_record_as_strict_json(run):
     folder, _, _ = run
     config = strict((folder / "config.json").read_text())

@@ -55,8 +55,11 @@ def train(config: TrainConfig, argv: Sequence[str]) -> None:
     )
     _check_platform(config)
     resuming = check_run_folder(config)
+    # The first run of a task makes its data, and a backbone may have to be converted.
+    _announce("preparing data and model ...")
+    began = time.monotonic()
     run = assemble(config)
-    _announce(header(run, resuming=resuming))
+    _announce(header(run, resuming=resuming, prepare_seconds=time.monotonic() - began))
     if config.dry_run:
         described = describe_step(run)
         _announce(f"{show_examples(run)}\n\n{described}")

@@ -16,8 +16,14 @@ MARKS = {"prompt": "p", "answer": "a", "number": "N", "ignored": "."}
 MARKS_LEGEND = "p prompt, a answer, N numeric target, . first token: ignored, for nothing predicts it"
 
 
-def header(run: Run, *, resuming: bool) -> str:
-    """Say what will be trained on what, in a few lines."""
+def header(run: Run, *, resuming: bool, prepare_seconds: float | None = None) -> str:
+    """Say what will be trained on what, in a few lines.
+
+    Args:
+      run: what will be trained.
+      resuming: whether it goes on from an earlier start.
+      prepare_seconds: how long it took to make the run; None: not said.
+    """
     statistics, config = run.statistics, run.config
     weight = "" if run.objective.is_plain else f" (weight {run.objective.weight:g}, {run.objective.spec.join})"
     lines = [
@@ -34,6 +40,8 @@ def header(run: Run, *, resuming: bool) -> str:
         f"devices    {_devices(run)}",
         f"run folder {config.workdir}" + (" (resuming)" if resuming else ""),
     ]
+    if prepare_seconds is not None:
+        lines.append(f"prepared   in {format_seconds(prepare_seconds)}")
     return "\n".join(lines + [f"note: {note}" for note in run.notes])
 
 
