@@ -1,9 +1,11 @@
 """A loss of one's own: what it is averaged over, and what is said where it cannot be used."""
 
+import dataclasses
 import re
 import types
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,6 +96,24 @@ def test_what_a_function_gives_elsewhere_changes_nothing(name):
     if name == "expected_value":
         losses = expected_value(hidden(), batch().targets, KERNEL, mask=batch().target_mask)
         assert float(value) == pytest.approx(float(losses[numeric].sum()), rel=1e-6) and gradient[numeric].any()
+
+
+@pytest.mark.parametrize("name", ["one_everywhere", "expected_value", "with_columns"])
+def test_logits_in_chunks_give_the_same_sums_and_gradient(name):
+    head = jax.random.normal(jax.random.key(1), (4, VOCAB))
+    model = types.SimpleNamespace(
+        logits=lambda hidden: hidden @ head, stored_head=head,
+        numeric_logits=lambda hidden, kernel: (hidden @ head)[..., kernel.token_ids],
+    )  # fmt: skip
+    dense = make_objective(f"tests.test_own_loss:{name}")
+    coefficients = dense.coefficients(dense.counts(batch(), KERNEL))
+    found = [
+        jax.value_and_grad(lambda hidden, objective=objective: objective.total(
+            model, hidden, batch(), KERNEL, coefficients
+        ), has_aux=True)(jax.random.normal(jax.random.key(2), (*SHAPE, 4)))
+        for objective in (dense, dataclasses.replace(dense, logits="chunked"))
+    ]  # fmt: skip
+    chex.assert_trees_all_close(*found, rtol=1e-5, atol=1e-6)
 
 
 def test_the_example_of_the_page(tmp_path, monkeypatch):
