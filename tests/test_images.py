@@ -7,7 +7,7 @@ import pytest
 
 from smmd_jax.backbones.images import (
     bucket_length,
-    check_image_tokens,
+    deal_images,
     in_blocks,
     named_arrays,
     pack_images,
@@ -34,25 +34,41 @@ def test_patches_come_in_blocks_and_hold_their_pixels_channel_by_channel():
         np.testing.assert_array_equal(patch, wanted.reshape(-1))
 
 
-def test_tables_say_where_each_patch_lies():
-    sizes = [(4, 6), (2, 2)]
-    packed = pack_images([np.ones((rows * columns, 5)) for rows, columns in sizes], sizes, merge=2, window=1)
-    assert packed.patches.shape == (2, 24, 5)
-    for number, (rows, columns) in enumerate(sizes):
-        real = packed.real[number]
-        assert real.sum() == rows * columns and real[: rows * columns].all()
-        places = np.stack([packed.rows[number], packed.columns[number]], -1)[real]
-        wanted = in_blocks(np.moveaxis(np.indices((rows, columns)), 0, -1), 2).reshape(-1, 2)
+def test_tables_say_where_each_patch_lies_within_its_row():
+    sizes = [[(4, 6), (2, 2)], [], [(2, 4)]]
+    images = [[np.full((high * wide, 5), high) for high, wide in row] for row in sizes]
+    packed = pack_images(images, sizes, numbers=5, merge=2, window=1)
+    assert packed.patches.shape == (3, 2, 24, 5)
+    assert not packed.real[1].any() and not packed.real[2, 1].any() and (packed.order[1] == -1).all()
+    for row, number, (high, wide) in [(0, 0, (4, 6)), (0, 1, (2, 2)), (2, 0, (2, 4))]:
+        real = packed.real[row, number]
+        assert real.sum() == high * wide and real[: high * wide].all()
+        assert (packed.patches[row, number][real] == high).all() and not packed.patches[row, number][~real].any()
+        places = np.stack([packed.rows[row, number], packed.columns[row, number]], -1)[real]
+        wanted = in_blocks(np.moveaxis(np.indices((high, wide)), 0, -1), 2).reshape(-1, 2)
         np.testing.assert_array_equal(places, wanted)
         # One block a window: its four patches share a number that no other block has.
-        windows = packed.windows[number][real].reshape(-1, 4)
+        windows = packed.windows[row, number][real].reshape(-1, 4)
         assert (windows == windows[:, :1]).all() and len(set(windows[:, 0])) == len(windows)
-    assert packed.order.tolist() == [0, 1, 2, 3, 4, 5, 6, *[-1] * 5]
+    # The second image of a row has the cells from 6 on; the image of another row begins at 0 again.
+    assert packed.order[0].tolist() == [0, 1, 2, 3, 4, 5, 6, *[-1] * 5]
+    assert packed.order[2].tolist() == [0, 1, *[-1] * 10]
+
+
+def test_every_array_has_the_rows_first_and_needs_no_other_row():
+    sizes = [[(4, 6), (2, 2)], [(2, 4)]]
+    images = [[np.random.default_rng(0).random((high * wide, 5)) for high, wide in row] for row in sizes]
+    whole = pack_images(images, sizes, numbers=5, merge=2)
+    for row in range(2):
+        # The longest image and the row with most of them set the size of the arrays, and nothing else.
+        alone = pack_images([images[row]], [sizes[row]], numbers=5, merge=2, length=24)
+        for found, wanted in zip(jax.tree.leaves(whole), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_array_equal(found[row][tuple(map(slice, wanted.shape[1:]))], wanted[0])
 
 
 def test_windows_at_the_border_are_smaller():
-    packed = pack_images([np.ones((6 * 10, 1))], [(6, 10)], merge=2, window=2)
-    sizes = np.unique(packed.windows[0][packed.real[0]], return_counts=True)[1]
+    packed = pack_images([[np.ones((6 * 10, 1))]], [[(6, 10)]], numbers=1, merge=2, window=2)
+    sizes = np.unique(packed.windows[0, 0][packed.real[0, 0]], return_counts=True)[1]
     assert sorted(sizes.tolist()) == [4, 8, 8, 8, 16, 16]  # 3 x 5 blocks in windows of 2 x 2
 
 
@@ -68,37 +84,39 @@ def test_many_sizes_give_few_shapes():
 @pytest.mark.parametrize(
     "images, grids, options, words",
     [
-        ([], [], {}, "got no images"),
         ([np.ones((6, 1))], [(2, 3)], {}, "has 2 x 3 patches, wanted multiples of 2"),
-        ([np.ones((8, 1))], [(2, 2)], {}, "has 8 patches for a grid of 2 x 2"),
+        ([np.ones((8, 1))], [(2, 2)], {}, "has 8 patches of 1 numbers for a grid of 2 x 2 with 1"),
+        ([np.ones((4, 3))], [(2, 2)], {}, "has 4 patches of 3 numbers for a grid of 2 x 2 with 1"),
         ([np.ones((16, 1))], [(4, 4)], {"length": 8}, "length is 8, wanted a multiple of 4 and at least 16"),
     ],
 )
 def test_images_that_do_not_fit_say_so(images, grids, options, words):
     with pytest.raises(ValueError, match=words):
-        pack_images(images, grids, merge=2, **options)
+        pack_images([images], [grids], numbers=1, merge=2, **options)
     with pytest.raises(ValueError, match="30 x 28 pixels, wanted multiples of 28"):
         patches_of(np.zeros((3, 30, 28)), 14, 2)
 
 
 @pytest.mark.parametrize("compile", [False, True])
-def test_features_take_the_places_of_image_tokens_in_order(compile):
+def test_features_take_the_places_of_the_image_tokens_of_their_row(compile):
     ids = jnp.array([[1, IMAGE, IMAGE, 2], [IMAGE, 3, 4, IMAGE]])
     embeddings = jnp.zeros((2, 4, 2))
-    features = jnp.arange(1.0, 13.0).reshape(6, 2)
+    features = jnp.arange(1.0, 13.0).reshape(2, 3, 2)
     place = jax.jit(place_features, static_argnums=2) if compile else place_features
-    placed = place(embeddings, ids, IMAGE, features, jnp.array([0, 1, 3, 4, -1, -1]))
-    np.testing.assert_array_equal(placed[ids == IMAGE], features[jnp.array([0, 1, 3, 4])])
+    placed = place(embeddings, ids, IMAGE, features, jnp.array([[0, 1, -1], [0, 2, -1]]))
+    np.testing.assert_array_equal(placed[ids == IMAGE], features[jnp.array([0, 0, 1, 1]), jnp.array([0, 1, 0, 2])])
     assert not placed[ids != IMAGE].any()
     # One image token too many is never filled with another image's feature.
-    short = place(embeddings, ids, IMAGE, features, jnp.array([0, 1, 3, -1, -1, -1]))
+    short = place(embeddings, ids, IMAGE, features, jnp.array([[0, 1, -1], [0, -1, -1]]))
     assert jnp.isnan(short[1, 3]).all() and jnp.isfinite(short[0]).all()
 
 
-def test_image_tokens_are_as_many_as_features():
-    check_image_tokens(np.array([[IMAGE, 1, IMAGE]]), IMAGE, 2)
+def test_image_tokens_are_as_many_as_the_features_of_their_row():
+    assert deal_images(np.array([[IMAGE, 1, IMAGE], [1, 1, IMAGE]]), IMAGE, [1, 1, 1]) == [range(0, 2), range(2, 3)]
     with pytest.raises(ValueError, match=r"hold 2 image tokens .* give 3 features"):
-        check_image_tokens(np.array([[IMAGE, 1, IMAGE]]), IMAGE, 3)
+        deal_images(np.array([[IMAGE, 1, IMAGE]]), IMAGE, [1, 2])
+    with pytest.raises(ValueError, match=r"row 0 holds 1 image tokens .* give 2 features"):
+        deal_images(np.array([[1, 1, IMAGE], [IMAGE, 1, IMAGE]]), IMAGE, [2, 1])
 
 
 def test_positions_count_an_image_by_its_longer_side_and_padding_not_at_all():

@@ -1,7 +1,6 @@
 """The vision-language models against transformers: features, positions, logits, gradients, greedy tokens, files."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -67,9 +66,9 @@ def test_features_of_images(pair):
         else:
             found = reference.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
     theirs = torch.cat(list(getattr(found, "pooler_output", found))).numpy()
-    packed = port.pack(images)[0]
-    ours = np.asarray(port.image_features(jax.tree.map(jnp.asarray, packed)))
-    ours = ours.reshape(-1, ours.shape[-1])[packed.order[packed.order >= 0]]
+    packed = port.prepare(ids, mask, images)[1]
+    ours = np.asarray(port.image_features(packed))
+    ours = np.concatenate([features[order[order >= 0]] for features, order in zip(ours, packed.order, strict=True)])
     np.testing.assert_allclose(ours, theirs, atol=ATOL, rtol=0)
 
 

@@ -6,6 +6,8 @@ from smmd_jax.backbones.decoder import Decoder
 from smmd_jax.backbones.lora import (
     LORA_TARGETS,
     add_lora,
+    add_tower_lora,
+    is_adapter,
     join_parameters,
     lora_scale,
     merge_lora,
@@ -32,6 +34,8 @@ __all__ = [
     "VisionLanguageConfig",
     "VisionLanguageModel",
     "add_lora",
+    "add_tower_lora",
+    "is_adapter",
     "join_parameters",
     "load_pretrained",
     "lora_scale",

@@ -13,15 +13,24 @@ from safetensors.numpy import load_file
 
 from smmd_jax.backbones.safetensors_files import write_file
 from smmd_jax.backbones.sharding import parameter_path
-from smmd_jax.backbones.tensor_names import source_of
+from smmd_jax.backbones.tensor_names import TOWERS, source_of
 from smmd_jax.errors import CheckpointError
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+_ROOT = "base_model.model."
+_PARTS_OF_VLM = ("language_model/", *(f"{tower}/" for tower in TOWERS))
 _PARTS = {"lora_a": "lora_A", "lora_b": "lora_B"}
 
 
 def save_adapter(
-    adapters: Mapping[str, Any], folder: str | Path, *, num_layers: int, scale: float, base: str, prefix: str = "model."
+    adapters: Mapping[str, Any],
+    folder: str | Path,
+    *,
+    num_layers: int,
+    scale: float,
+    base: str,
+    prefix: str = "model.",
+    outer: str = "",
 ) -> None:
     """Write adapters as PEFT does, in float32: A [rank, in] and B [out, rank] of every matrix.
 
@@ -33,6 +42,7 @@ def save_adapter(
         scale: alpha / rank.
         base: name or folder of the model that the adapters belong to.
         prefix: of the decoder's tensors in that model's files.
+        outer: of those of a vision tower.
 
     Raises:
         CheckpointError: there are no adapters, or other leaves among them.
@@ -44,10 +54,12 @@ def save_adapter(
         )
     tensors, modules, ranks = {}, set(), set()
     for path, leaf in leaves.items():
-        for layer, name in enumerate(_names(path, num_layers, prefix)):
+        for layer, name in enumerate(_names(path, num_layers, prefix, outer)):
             array = np.asarray(jax.device_get(leaf), np.float32)
             tensors[name] = np.ascontiguousarray((array[layer] if array.ndim == 3 else array).T)
-        modules.add(path.split("/")[-2])
+            # Matrices of tower and text may have one name: each is then meant by its whole path.
+            module = name.removeprefix(_ROOT).rsplit(".lora_", 1)[0]
+            modules.add(module if path.startswith(_PARTS_OF_VLM) else module.rsplit(".", 1)[-1])
         ranks.add(leaf.shape[-1] if path.endswith("lora_a") else leaf.shape[-2])
     (rank,) = ranks
     config = {
@@ -63,14 +75,14 @@ def save_adapter(
 
 
 def load_adapter(
-    folder: str | Path, like: Mapping[str, Any], *, num_layers: int, prefix: str = "model."
+    folder: str | Path, like: Mapping[str, Any], *, num_layers: int, prefix: str = "model.", outer: str = ""
 ) -> tuple[dict[str, Any], float]:
     """Read adapters back.
 
     Args:
         folder: what `save_adapter` or PEFT wrote.
         like: nested dict of arrays or shapes with the adapters wanted.
-        num_layers, prefix: as in `save_adapter`.
+        num_layers, prefix, outer: as in `save_adapter`.
 
     Returns:
         (nested dict of arrays, scale).
@@ -90,7 +102,7 @@ def load_adapter(
     def read(path, leaf):
         arrays = []
         stacked = len(leaf.shape) == 3
-        for name in _names(parameter_path(path), num_layers, prefix):
+        for name in _names(parameter_path(path), num_layers, prefix, outer):
             used.add(name)
             array = tensors[name].T if name in tensors else None
             if array is None or array.shape != tuple(leaf.shape[stacked:]):
@@ -107,9 +119,9 @@ def load_adapter(
     return adapters, scale
 
 
-def _names(path: str, num_layers: int, prefix: str) -> list[str]:
+def _names(path: str, num_layers: int, prefix: str, outer: str) -> list[str]:
     """layers/0/self_attn/q_proj/lora_a -> base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"""
     *_, part = path.split("/")
     kernel = path.removesuffix(part) + "kernel"
-    names = source_of(kernel, num_layers=num_layers, prefix=prefix).names
-    return [f"base_model.model.{name.removesuffix('weight')}{_PARTS[part]}.weight" for name in names]
+    names = source_of(kernel, num_layers=num_layers, prefix=prefix, outer=outer).names
+    return [f"{_ROOT}{name.removesuffix('weight')}{_PARTS[part]}.weight" for name in names]

@@ -80,6 +80,8 @@ class ImageProcessor:
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
 
+    # What stands for a feature (mllama: for an image) in a prompt.
+    token: ClassVar[str]
     # Where preprocessor_config.json is silent.
     default_resample: ClassVar[int] = Image.Resampling.BICUBIC
     default_scale: ClassVar[tuple] = _CLIP
@@ -98,8 +100,25 @@ class ImageProcessor:
             raise ValueError("got no images: leave images out")
         return self._process(opened)
 
+    def run(self, height: int, width: int) -> tuple[str, ...]:
+        """Return the special tokens that stand for an image of this size in a prompt; no pixel is needed.
+
+        Raises:
+            ValueError: a size that cannot be resized.
+        """
+        raise NotImplementedError  # each family counts in its own way
+
+    @classmethod
+    def sized(cls, fields: Mapping[str, Any], size: int) -> dict[str, Any]:
+        """Return fields of preprocessor_config.json that scale images into a square of so many pixels, or to its area.
+
+        Raises:
+            ValueError: a family whose images have one size.
+        """
+        raise ValueError(f"image_size is {size}, and the tower reads tiles of one size: leave it out")
+
     def _process(self, rows: Sequence[Sequence[Image.Image]]) -> ProcessedImages:
-        raise NotImplementedError  # each family cuts and counts in its own way
+        raise NotImplementedError  # each family cuts in its own way
 
     def resize(self, image: Image.Image, height: int, width: int) -> UInt8[np.ndarray, "height width 3"]:
         """Return the grey levels of an image in another size."""

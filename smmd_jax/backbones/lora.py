@@ -1,7 +1,7 @@
 """Low-rank adapters: a small trained correction beside each frozen matrix of the layers."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -33,7 +33,7 @@ class LoraLinear(nnx.Module):
         self.kernel, self.bias, self.dtype, self.scale = linear.kernel, linear.bias, linear.dtype, scale
         self.lora_a, self.lora_b = nnx.Param(lora_a), nnx.Param(lora_b)
 
-    def __call__(self, inputs: Float[Array, "tokens inner"]) -> Float[Array, "tokens outer"]:
+    def __call__(self, inputs: Float[Array, "*tokens inner"]) -> Float[Array, "*tokens outer"]:
         def narrow(parameter: nnx.Param) -> Array:
             return parameter[...].astype(self.dtype)
 
@@ -127,6 +127,48 @@ def add_lora(
     return model
 
 
+def add_tower_lora(
+    model: nnx.Module, *, rank: int, alpha: float | None = None, rngs: nnx.Rngs, param_dtype=jnp.float32
+) -> nnx.Module:
+    """Put adapters beside every matrix of the layers of a vision tower, in place; outputs stay the same at first.
+
+    What is in front of the layers and the projector behind them have no adapters.
+
+    Args:
+        model: a vision-language model; its decoder gets its own by `add_lora(model.language_model, ...)`.
+        rank, alpha, rngs, param_dtype: as `add_lora`.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        ValueError: as `add_lora`.
+    """
+    scale, key = lora_scale(rank, alpha), rngs.params()
+    for number, layer in enumerate(model.tower.all_layers):
+        for place, (owner, name) in enumerate(_linears(layer)):
+            linear = getattr(owner, name)
+            own = jax.random.fold_in(jax.random.fold_in(key, number), place)
+            inputs, outputs = linear.kernel.shape
+            lora_a = jax.random.uniform(own, (inputs, rank), param_dtype, -(inputs**-0.5), inputs**-0.5)
+            lora_b = jnp.zeros((rank, outputs), param_dtype)
+            setattr(owner, name, LoraLinear(linear, lora_a, lora_b, scale=scale))
+    return model
+
+
+def _linears(module: nnx.Module) -> list[tuple[nnx.Module, str]]:
+    """The matrices within a module, as (owner, name), by name."""
+    found = []
+    for name, part in sorted(vars(module).items()):
+        if isinstance(part, LoraLinear):
+            raise ValueError(f"{name} has an adapter already: merge it, or start from a model without adapters")
+        if isinstance(part, nnx.Linear):
+            found.append((module, name))
+        elif isinstance(part, nnx.Module):
+            found += _linears(part)
+    return found
+
+
 def merge_lora(parameters: Mapping, scale: float) -> dict:
     """Return the parameters of the model without adapters that computes the same: W + scale A B.
 
@@ -162,27 +204,39 @@ def _merge(tree: Mapping, scale: float, path: str) -> tuple[dict, int]:
     return {**rest, "kernel": (kernel.astype(jnp.float32) + scale * correction).astype(kernel.dtype)}, 1
 
 
-def split_trainable(parameters: Mapping) -> tuple[dict, dict]:
+def is_adapter(path: Sequence[str]) -> bool:
+    """Say whether the parameter at a path belongs to an adapter."""
+    return path[-1] in _ADAPTERS
+
+
+def split_trainable(
+    parameters: Mapping, is_trained: Callable[[tuple[Any, ...]], bool] | None = None
+) -> tuple[dict, dict]:
     """Return (trainable, frozen): the adapters and the rest, or everything and {} where there are no adapters.
 
     Both are nested dicts with the paths of `parameters`; `join_parameters` puts them together again.
+
+    Args:
+        parameters: nested dict.
+        is_trained: says it of the path of each parameter instead.
 
     Example:
         >>> split_trainable({"q_proj": {"kernel": 1, "lora_a": 2, "lora_b": 3}, "norm": {"weight": 4}})
         ({'q_proj': {'lora_a': 2, 'lora_b': 3}}, {'q_proj': {'kernel': 1}, 'norm': {'weight': 4}})
     """
-    trainable, frozen = _split(parameters)
-    return (trainable, frozen) if trainable else (frozen, {})
+    trainable, frozen = _split(parameters, is_adapter if is_trained is None else is_trained, ())
+    return (frozen, {}) if is_trained is None and not trainable else (trainable, frozen)
 
 
-def _split(tree: Mapping) -> tuple[dict, dict]:
+def _split(tree: Mapping, is_trained: Callable[[tuple[Any, ...]], bool], path: tuple[Any, ...]) -> tuple[dict, dict]:
     trainable: dict[Any, Any] = {}
     frozen: dict[Any, Any] = {}
     for name, branch in tree.items():
+        inner = (*path, name)
         if not isinstance(branch, Mapping):
-            (trainable if name in _ADAPTERS else frozen)[name] = branch
+            (trainable if is_trained(inner) else frozen)[name] = branch
             continue
-        for side, part in zip((trainable, frozen), _split(branch), strict=True):
+        for side, part in zip((trainable, frozen), _split(branch, is_trained, inner), strict=True):
             if part:
                 side[name] = part
     return trainable, frozen

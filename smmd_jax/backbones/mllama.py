@@ -41,7 +41,7 @@ class Mllama(VisionLanguageModel):
     ):
         self.config = config
         options = dict(rngs=rngs, dtype=dtype, param_dtype=param_dtype)
-        self.vision_model = MllamaVision(config.vision, **options)
+        self.vision_model = MllamaVision(config.vision, **options, remat=decoder.get("remat", "none"))
         self.multi_modal_projector = linear(config.vision.output_size, config.text.hidden_size, True, **options)
         self.language_model = Decoder(config.text, **options, **decoder)
 
@@ -66,6 +66,10 @@ class Mllama(VisionLanguageModel):
             aspect_ratio_mask=jnp.asarray(there != 0), cross_attention_mask=jnp.asarray(reads != 0),
         )  # fmt: skip
         return input_ids, tiled, positions
+
+    @property
+    def tower(self) -> nnx.Module:
+        return self.vision_model
 
     def image_features(self, images: TiledImages) -> Float[Array, "B P D"]:
         """Return the features of all patches of all tiles of each row's images, one after another, padding included."""

@@ -66,6 +66,7 @@ class MllamaImages(ImageProcessor):
     tile: int
     max_tiles: int
 
+    token: ClassVar[str] = "<|image|>"
     default_resample: ClassVar[int] = Image.Resampling.BILINEAR
     default_scale: ClassVar[tuple] = _HALF
 
@@ -78,6 +79,9 @@ class MllamaImages(ImageProcessor):
         check_same("max_image_tiles", fields.get("max_image_tiles", 4), vision.max_tiles)
         check_same("number of arrangements of tiles", len(tile_arrangements(vision.max_tiles)), vision.aspect_ratios)
         return cls(tile=vision.image_size, max_tiles=vision.max_tiles, **shared_fields(cls, fields))
+
+    def run(self, height: int, width: int) -> tuple[str, ...]:
+        return ("<|image|>",)
 
     def _process(self, rows) -> ProcessedImages:
         count = max(map(len, rows))
@@ -99,7 +103,8 @@ class MllamaImages(ImageProcessor):
                 there[row, number, :used] = 1
                 tiles[row][number] = used
         arrays = {"pixel_values": pixels, "aspect_ratio_ids": ids, "aspect_ratio_mask": there}
-        return processed(arrays, [[("<|image|>",)] * len(row) for row in rows], "<|image|>", tiles)
+        runs = [[self.run(image.height, image.width) for image in row] for row in rows]
+        return processed(arrays, runs, self.token, tiles)
 
 
 def cross_attention_mask(

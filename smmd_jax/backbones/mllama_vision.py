@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from smmd_jax.backbones.attention import attend
+from smmd_jax.backbones.stack import run_unrolled
 from smmd_jax.backbones.vision import VisionConfig, linear
 
 # The tower was trained on tiles whose rows are filled up to a multiple of this, and what fills them is attended to.
@@ -210,8 +211,11 @@ class MllamaVision(nnx.Module):
         A. Dubey et al., The Llama 3 Herd of Models, 2024, section 7.2.
     """
 
-    def __init__(self, config: MllamaVisionConfig, *, rngs: nnx.Rngs, dtype=jnp.float32, param_dtype=jnp.float32):
-        self.config, self.dtype = config, dtype
+    def __init__(
+        self, config: MllamaVisionConfig, *, rngs: nnx.Rngs, dtype=jnp.float32, param_dtype=jnp.float32,
+        remat: str = "none",
+    ):  # fmt: skip
+        self.config, self.dtype, self.remat = config, dtype, remat
         options = dict(rngs=rngs, dtype=dtype, param_dtype=param_dtype)
         width = config.hidden_size
         self.patch_embedding = linear(config.patch_numbers, width, False, **options)
@@ -248,18 +252,26 @@ class MllamaVision(nnx.Module):
         def by_tile(states: Float[Array, "I L D"]) -> Float[Array, "I M N D"]:
             return states.reshape(count, tiles, length + padding, -1)
 
+        def run(layers, states: Float[Array, "I L D"]) -> Float[Array, "I L D"]:
+            of_layer = lambda layer, states, real, key: layer(states, real, tiles=tiles)
+            return run_unrolled(layers, states, [real] * len(layers), None, of_layer, remat=self.remat)
+
         states, between = states.reshape(count, -1, config.hidden_size), {}
         for index, layer in enumerate(self.transformer.layers):
             if index in config.feature_layers:
                 between[index] = states
-            states = layer(states, real, tiles=tiles)
+            states = run([layer], states)
         states = self.post_tile_positional_embedding(by_tile(self.layernorm_post(states)), aspect_ratio_ids)
         states = states.reshape(count, -1, config.hidden_size)
-        for layer in self.global_transformer.layers:
-            states = layer(states, real, tiles=tiles)
+        states = run(self.global_transformer.layers, states)
         mixed = [jnp.stack([between[index] for index in config.feature_layers], axis=-1)] if between else []
         features = jnp.concatenate([by_tile(states), *map(by_tile, mixed)], axis=-1)
         return features[:, :, :length]
+
+    @property
+    def all_layers(self) -> list[MllamaVisionLayer]:
+        """The layers of the tower, which adapters may stand beside."""
+        return [*self.transformer.layers, *self.global_transformer.layers]
 
 
 def _patches(pixels: Float[Array, "I M channels size size"], patch: int) -> Float[Array, "I M patches K"]:

@@ -10,7 +10,8 @@ from smmd_jax.backbones.config import DecoderConfig
 from smmd_jax.backbones.images import PatchedImages
 from smmd_jax.backbones.layer import FeedForward
 from smmd_jax.backbones.norm import RMSNorm
-from smmd_jax.backbones.vision import VisionConfig, attend_within, grid_rotation, linear
+from smmd_jax.backbones.stack import run_unrolled
+from smmd_jax.backbones.vision import VisionConfig, attend_within, grid_rotation, linear, run_tower_layer
 
 
 class PixtralAttention(nnx.Module):
@@ -56,8 +57,10 @@ class Pixtral(nnx.Module):
         P. Agrawal et al., Pixtral 12B, 2024, section 2.
     """
 
-    def __init__(self, config: VisionConfig, *, rngs: nnx.Rngs, dtype=jnp.float32, param_dtype=jnp.float32):
-        self.config, self.dtype = config, dtype
+    def __init__(
+        self, config: VisionConfig, *, rngs: nnx.Rngs, dtype=jnp.float32, param_dtype=jnp.float32, remat: str = "none"
+    ):
+        self.config, self.dtype, self.remat = config, dtype, remat
         options = dict(rngs=rngs, dtype=dtype, param_dtype=param_dtype)
         self.patch_conv = linear(config.patch_numbers, config.hidden_size, False, **options)
         self.ln_pre = RMSNorm(config.hidden_size, config, rngs=rngs, param_dtype=param_dtype)
@@ -71,9 +74,14 @@ class Pixtral(nnx.Module):
         rotation = grid_rotation(images.rows, images.columns, frequencies[0::2], frequencies[1::2])
         visible = images.real[:, None, :] & images.real[:, :, None]
         states = self.ln_pre(self.patch_conv(images.patches.astype(self.dtype)))
-        for layer in self.transformer.layers:
-            states = layer(states, rotation, visible)
-        return states
+        layers = self.transformer.layers
+        tables = [(rotation, visible)] * len(layers)
+        return run_unrolled(layers, states, tables, None, run_tower_layer, remat=self.remat)
+
+    @property
+    def all_layers(self) -> list[PixtralLayer]:
+        """The layers of the tower, which adapters may stand beside."""
+        return list(self.transformer.layers)
 
 
 class PatchMerger(nnx.Module):

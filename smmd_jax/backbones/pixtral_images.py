@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -32,6 +32,8 @@ class PixtralImages(ImageProcessor):
     max_width: int
     cell: int
 
+    token: ClassVar[str] = "[IMG]"
+
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any], vision: VisionConfig) -> "PixtralImages":
         """Make one from the fields of preprocessor_config.json."""
@@ -59,17 +61,22 @@ class PixtralImages(ImageProcessor):
             )
         return tuple(((side - 1) // self.cell + 1) * self.cell for side in (high, wide))
 
+    @classmethod
+    def sized(cls, fields: Mapping[str, Any], size: int) -> dict[str, Any]:
+        return {**fields, "size": {"longest_edge": size}}
+
+    def run(self, height: int, width: int) -> tuple[str, ...]:
+        high, wide = self.target_size(height, width)
+        return pixtral_run(high // self.cell, wide // self.cell)
+
     def _process(self, rows) -> ProcessedImages:
         images = [image for row in rows for image in row]
         sizes = [self.target_size(image.height, image.width) for image in images]
         pixels = np.zeros((len(images), 3, *np.max(sizes, axis=0)), np.float32)
         for target, image, (height, width) in zip(pixels, images, sizes, strict=True):
             target[:, :height, :width] = self.scale(self.resize(image, height, width))
-        grids = by_row([(height // self.cell, width // self.cell) for height, width in sizes], rows)
-        return processed(
-            {"pixel_values": pixels, "image_sizes": np.array(sizes, np.int64)},
-            [[pixtral_run(*grid) for grid in row] for row in grids], "[IMG]",
-        )  # fmt: skip
+        runs = by_row([self.run(image.height, image.width) for image in images], rows)
+        return processed({"pixel_values": pixels, "image_sizes": np.array(sizes, np.int64)}, runs, self.token)
 
 
 def pixtral_run(rows: int, columns: int) -> tuple[str, ...]:

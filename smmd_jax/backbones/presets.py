@@ -22,12 +22,23 @@ def _qwen2_5_vl(**text) -> VisionLanguageConfig:
     )  # fmt: skip
 
 
-
 # vocab_size is the width of the head; `dataclasses.replace(PRESETS["tiny"], vocab_size=...)` fits the tiny one to a
-# tokenizer of the task.
+# tokenizer of the task. The tower of tiny-vlm sees a whole image in every layer: small ones are all that it is for.
 PRESETS = {
     "tiny": DecoderConfig(
         vocab_size=128, hidden_size=128, intermediate_size=384, num_layers=4, num_heads=4, max_positions=1024
+    ),
+    "tiny-vlm": VisionLanguageConfig(
+        model_type="qwen2_5_vl",
+        text=DecoderConfig(
+            model_type="qwen2_5_vl_text", vocab_size=128, hidden_size=128, intermediate_size=256, num_layers=3,
+            num_heads=4, max_positions=1024, qkv_bias=True, rope=RopeConfig(sections=(4, 6, 6)),
+        ),
+        vision=VisionConfig(
+            hidden_size=64, intermediate_size=192, num_layers=3, num_heads=4, patch_size=8, window_size=112,
+            full_layers=(0, 1, 2), norm_eps=1e-6, mlp_bias=True,
+        ),
+        image_token_id=127,
     ),
     "smollm2-135m": DecoderConfig(
         vocab_size=49152, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9, num_kv_heads=3,

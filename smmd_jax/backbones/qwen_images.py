@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -36,6 +36,8 @@ class QwenImages(ImageProcessor):
     patch: int
     merge: int
     frames: int
+
+    token: ClassVar[str] = "<|image_pad|>"
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any], vision: VisionConfig) -> "QwenImages":
@@ -80,6 +82,16 @@ class QwenImages(ImageProcessor):
             return tuple(math.ceil(side * grow / cell) * cell for side in (height, width))
         return rounded
 
+    @classmethod
+    def sized(cls, fields: Mapping[str, Any], size: int) -> dict[str, Any]:
+        area = {"min_pixels": size * size, "max_pixels": size * size}
+        return {**fields, **area, "size": {"shortest_edge": size * size, "longest_edge": size * size}}
+
+    def run(self, height: int, width: int) -> tuple[str, ...]:
+        high, wide = self.target_size(height, width)
+        count = high * wide // (self.patch * self.merge) ** 2
+        return ("<|vision_start|>", *("<|image_pad|>",) * count, "<|vision_end|>")
+
     def _process(self, rows) -> ProcessedImages:
         patches, grids = [], []
         for image in (image for row in rows for image in row):
@@ -88,9 +100,6 @@ class QwenImages(ImageProcessor):
             cut = cut.reshape(len(cut), 3, 1, -1)
             patches.append(np.repeat(cut, self.frames, axis=2).reshape(len(cut), -1))
             grids.append((1, height // self.patch, width // self.patch))
-        counts = by_row([math.prod(grid) // self.merge**2 for grid in grids], rows)
-        runs = [
-            [("<|vision_start|>", *("<|image_pad|>",) * count, "<|vision_end|>") for count in row] for row in counts
-        ]
+        runs = by_row([self.run(image.height, image.width) for row in rows for image in row], rows)
         arrays = {"pixel_values": np.concatenate(patches), "image_grid_thw": np.array(grids, np.int64)}
-        return processed(arrays, runs, "<|image_pad|>")
+        return processed(arrays, runs, self.token)

@@ -9,7 +9,8 @@ from jaxtyping import Array, Float, Int
 from smmd_jax.backbones.images import PatchedImages
 from smmd_jax.backbones.layer import FeedForward
 from smmd_jax.backbones.norm import RMSNorm
-from smmd_jax.backbones.vision import VisionConfig, attend_within, grid_rotation, linear
+from smmd_jax.backbones.stack import run_unrolled
+from smmd_jax.backbones.vision import VisionConfig, attend_within, grid_rotation, linear, run_tower_layer
 
 
 class QwenVisionAttention(nnx.Module):
@@ -77,9 +78,10 @@ class QwenVision(nnx.Module):
     """
 
     def __init__(
-        self, config: VisionConfig, outputs: int, *, rngs: nnx.Rngs, dtype=jnp.float32, param_dtype=jnp.float32
-    ):
-        self.config, self.dtype = config, dtype
+        self, config: VisionConfig, outputs: int, *, rngs: nnx.Rngs, dtype=jnp.float32, param_dtype=jnp.float32,
+        remat: str = "none",
+    ):  # fmt: skip
+        self.config, self.dtype, self.remat = config, dtype, remat
         options = dict(rngs=rngs, dtype=dtype, param_dtype=param_dtype)
         self.patch_embed = PatchEmbed(config, **options)
         self.blocks = nnx.List([QwenVisionBlock(config, **options) for _ in range(config.num_layers)])
@@ -93,9 +95,15 @@ class QwenVision(nnx.Module):
         whole = images.real[:, None, :] & images.real[:, :, None]
         window = whole & (images.windows[:, None, :] == images.windows[:, :, None])
         states = self.patch_embed(images.patches.astype(self.dtype))
-        for index, block in enumerate(self.blocks):
-            states = block(states, rotation, whole if index in config.full_layers else window)
-        return self.merger(states)
+        tables = [
+            (rotation, whole if index in config.full_layers else window) for index in range(len(self.blocks))
+        ]
+        return self.merger(run_unrolled(self.blocks, states, tables, None, run_tower_layer, remat=self.remat))
+
+    @property
+    def all_layers(self) -> list[QwenVisionBlock]:
+        """The layers of the tower, which adapters may stand beside."""
+        return list(self.blocks)
 
 
 def grid_positions(
@@ -138,8 +146,9 @@ def grid_positions(
         place, begin = 0, 0
         while place < len(columns):
             if not is_image[place]:
-                positions[:, row, columns[place]] = begin
-                place, begin = place + 1, begin + 1
+                text = int(np.argmax(np.append(is_image[place:], True)))
+                positions[:, row, columns[place : place + text]] = begin + np.arange(text)
+                place, begin = place + text, begin + text
                 continue
             grid = next(pending, None)
             if grid is None:

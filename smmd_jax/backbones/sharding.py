@@ -45,6 +45,10 @@ _TOWER_RULES = (
     (r".*/bias", (None,)),
     (r".*/([qkv]_proj|qkv|gate_proj|up_proj|linear_1|mlp_0|patch_conv|patch_embed/proj)/kernel", ("fsdp", "tensor")),
     (r".*/(o_proj|attn/proj|down_proj|linear_2|mlp_2|merging_layer)/kernel", ("tensor", "fsdp")),
+    (r".*/([qkv]_proj|qkv|gate_proj|up_proj)/lora_a", ("fsdp", None)),
+    (r".*/([qkv]_proj|qkv|gate_proj|up_proj)/lora_b", (None, "tensor")),
+    (r".*/(o_proj|attn/proj|down_proj)/lora_a", ("tensor", None)),
+    (r".*/(o_proj|attn/proj|down_proj)/lora_b", (None, "fsdp")),
 )
 VISION_LANGUAGE_RULES = (
     *((r"language_model/" + pattern, axes) for pattern, axes in DECODER_RULES),
@@ -55,6 +59,10 @@ _MLLAMA_VISION_RULES = (
     (r".*/(embedding/embedding|tile_embedding/embedding|position_embedding)", (None, "fsdp")),
     (r".*/([qkv]_proj|fc1|patch_embedding)/kernel", ("fsdp", "tensor")),
     (r".*/(o_proj|fc2)/kernel", ("tensor", "fsdp")),
+    (r".*/([qkv]_proj|fc1)/lora_a", ("fsdp", None)),
+    (r".*/([qkv]_proj|fc1)/lora_b", (None, "tensor")),
+    (r".*/(o_proj|fc2)/lora_a", ("tensor", None)),
+    (r".*/(o_proj|fc2)/lora_b", (None, "fsdp")),
 )
 MLLAMA_RULES = (
     *((r"language_model/" + pattern, axes) for pattern, axes in DECODER_RULES),

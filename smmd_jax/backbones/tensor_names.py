@@ -18,7 +18,7 @@ PREFIXES = {
 }
 _EMBEDDING = "embed_tokens.weight"
 # First parts of the paths of vision models that are not their decoder's.
-_TOWERS = ("vision_tower", "multi_modal_projector", "visual", "vision_model")
+TOWERS = ("vision_tower", "multi_modal_projector", "visual", "vision_model")
 # Last parts of the paths of parameters, where the files have another.
 _LEAVES = {"kernel": "weight", "embedding": "weight", "scale": "weight", "position_embedding": "embedding"}
 # Buffers of older files, which the config says better.
@@ -101,7 +101,7 @@ def match_tensors(
     """
     prefix = find_prefix(tensors)
     # Towers stand at the top of a file, or under the model where it was written as it lies in memory.
-    outer = "model." if any(name.startswith(tuple(f"model.{tower}." for tower in _TOWERS)) for name in tensors) else ""
+    outer = "model." if any(name.startswith(tuple(f"model.{tower}." for tower in TOWERS)) for name in tensors) else ""
     sources = {path: source_of(path, num_layers=num_layers, prefix=prefix, outer=outer) for path in parameters}
     missing, misshapen = [], []
     for path, source in sources.items():
@@ -127,7 +127,7 @@ def match_tensors(
 
 
 def _in_tower(path: str) -> bool:
-    return path.split("/")[0] in _TOWERS
+    return path.split("/")[0] in TOWERS
 
 
 def _flattened(shape: Sequence[int], source: Source) -> tuple[int, ...]:

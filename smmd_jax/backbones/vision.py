@@ -84,6 +84,12 @@ def attend_within(
     return by_head(mean).reshape(*mean.shape[:1], mean.shape[2], -1)
 
 
+def run_tower_layer(layer: nnx.Module, states: Array, table: tuple, key: None) -> Array:
+    """Run one layer of a tower for `run_unrolled`; the table holds what it takes beside the states."""
+    del key  # of dropout, which towers do not have
+    return layer(states, *table)
+
+
 def linear(inputs: int, outputs: int, bias: bool, *, rngs: nnx.Rngs, dtype, param_dtype) -> nnx.Linear:
     """A matrix that keeps the variance of what it multiplies."""
     return nnx.Linear(

@@ -13,7 +13,7 @@ from smmd_jax.backbones.config import DecoderConfig
 from smmd_jax.backbones.decoder import Decoder
 from smmd_jax.backbones.images import (
     PatchedImages,
-    check_image_tokens,
+    deal_images,
     named_arrays,
     pack_images,
     patches_of,
@@ -83,6 +83,11 @@ class VisionLanguageModel(nnx.Module):
         return self.language_model.dtype
 
     @property
+    def tower(self) -> nnx.Module:
+        """The tower, whose layers are `tower.all_layers`."""
+        raise NotImplementedError  # each family has its own
+
+    @property
     def head(self) -> Float[Array, "D V"]:
         """Return the head [D, V] of the text decoder."""
         return self.language_model.head
@@ -139,6 +144,7 @@ class VisionLanguageModel(nnx.Module):
         slots: int,
     ) -> tuple[Float[Array, "B T D"], Cache]:
         """Return the hidden states of a prompt and a cache of `slots` slots; see `Decoder.prefill`."""
+        self._check_positions(images, positions)
         vision = {} if images is None else self._with_images(input_ids, attention_mask, images)
         return self.language_model.prefill(
             input_ids, attention_mask=attention_mask, positions=positions, slots=slots, **vision
@@ -165,34 +171,51 @@ class VisionLanguageModel(nnx.Module):
                 features.
         """
         if images is None or isinstance(images, PatchedImages):
+            self._check_positions(images, positions)
             return as_token_ids(input_ids), images, positions
         if isinstance(input_ids, jax.core.Tracer):
             raise ValueError("images came as a dict into a traced function: call `prepare` outside and pass its result")
         input_ids = as_token_ids(input_ids)
-        host_ids = np.asarray(input_ids)
-        packed, grids = self.pack(images)
-        merge = self.config.vision.merge_size
-        check_image_tokens(host_ids, self.config.image_token_id, int((np.asarray(packed.order) >= 0).sum()))
+        host_ids, vision, token = np.asarray(input_ids), self.config.vision, self.config.image_token_id
+        cut, grids = self.cut(images, vision)
+        dealt = deal_images(host_ids, token, [len(patches) // vision.merge_size**2 for patches in cut])
+        packed = pack_images(
+            [[cut[number] for number in own] for own in dealt],
+            [[tuple(grids[number, 1:].tolist()) for number in own] for own in dealt],
+            numbers=vision.patch_numbers, merge=vision.merge_size, window=vision.window_blocks,
+        )  # fmt: skip
         if positions is None and self.config.text.rope.sections is not None:
             positions = grid_positions(
-                host_ids, grids, image_token_id=self.config.image_token_id, merge=merge, attention_mask=attention_mask
+                host_ids, grids, image_token_id=token, merge=vision.merge_size, attention_mask=attention_mask
             )
         return input_ids, jax.tree.map(jnp.asarray, packed), positions
 
-    def pack(self, images: dict) -> tuple[PatchedImages, Int[np.ndarray, "I 3"]]:
-        """Return the images in patches and their grids (frames, rows, columns of patches)."""
+    @staticmethod
+    def cut(
+        images: dict, vision: VisionConfig
+    ) -> tuple[list[Float[np.ndarray, "patches K"]], Int[np.ndarray, "I 3"]]:
+        """Return the patches of every image and their grids (frames, rows, columns of patches)."""
         raise NotImplementedError  # each family has its own
 
-    def image_features(self, images: PatchedImages) -> Float[Array, "I cells D"]:
-        """Return the features of each block of each image, padding included."""
+    def image_features(self, images: PatchedImages) -> Float[Array, "B cells D"]:
+        """Return the features of each block of the images of each row, one after another, padding included."""
+        features = self._features(images.flattened())
+        return features.reshape(images.patches.shape[0], -1, features.shape[-1])
+
+    def _features(self, images: PatchedImages) -> Float[Array, "I cells D"]:
         raise NotImplementedError  # each family has its own
+
+    def _check_positions(self, images: PatchedImages | None, positions: ArrayLike | None) -> None:
+        if images is not None and positions is None and self.config.text.rope.sections is not None:
+            raise ValueError(
+                f"images came prepared and positions did not, and {self.config.model_type} gives image tokens "
+                "positions of three axes: pass those that `prepare` returned with the images"
+            )
 
     def _with_images(self, input_ids, attention_mask, images: PatchedImages) -> dict[str, Array]:
         """Return what the decoder takes beside the tokens."""
         embeddings = self.language_model.embed(input_ids, attention_mask=attention_mask)
-        features = self.image_features(images)
-        features = features.reshape(-1, features.shape[-1])
-        token = self.config.image_token_id
+        features, token = self.image_features(images), self.config.image_token_id
         return {"embeddings": place_features(embeddings, input_ids, token, features, images.order)}
 
 
@@ -208,26 +231,33 @@ class Mistral3(VisionLanguageModel):
     ):
         self.config = config
         options = dict(rngs=rngs, dtype=dtype, param_dtype=param_dtype)
-        self.vision_tower = Pixtral(config.vision, **options)
+        self.vision_tower = Pixtral(config.vision, **options, remat=decoder.get("remat", "none"))
         self.multi_modal_projector = Mistral3Projector(
             config.vision, config.text, bias=config.projector_bias, **options
         )
         self.language_model = Decoder(config.text, **options, **decoder)
 
-    def pack(self, images: dict) -> tuple[PatchedImages, Int[np.ndarray, "I 3"]]:
-        vision = self.config.vision
+    @staticmethod
+    def cut(
+        images: dict, vision: VisionConfig
+    ) -> tuple[list[Float[np.ndarray, "patches K"]], Int[np.ndarray, "I 3"]]:
         pixels, sizes = named_arrays(images, pixel_values=f"float I {vision.channels} H W", image_sizes="int I 2")
         if len(pixels) != len(sizes):
             raise ValueError(f"pixel_values hold {len(pixels)} images and image_sizes {len(sizes)}: make them equal")
+        if not len(sizes):
+            raise ValueError("image_sizes holds no images: leave images out")
         cut = [
             patches_of(image[:, :height, :width], vision.patch_size, vision.merge_size)
             for image, (height, width) in zip(pixels, sizes.tolist(), strict=True)
         ]
-        grids = [(height // vision.patch_size, width // vision.patch_size) for height, width in sizes.tolist()]
-        return pack_images(cut, grids, merge=vision.merge_size), np.array([(1, *grid) for grid in grids], np.int32)
+        return cut, np.insert(sizes // vision.patch_size, 0, 1, axis=1)
 
-    def image_features(self, images: PatchedImages) -> Float[Array, "I cells D"]:
+    def _features(self, images: PatchedImages) -> Float[Array, "I cells D"]:
         return self.multi_modal_projector(self.vision_tower(images))
+
+    @property
+    def tower(self) -> nnx.Module:
+        return self.vision_tower
 
 
 class Qwen2_5VL(VisionLanguageModel):
@@ -242,11 +272,15 @@ class Qwen2_5VL(VisionLanguageModel):
     ):
         self.config = config
         options = dict(rngs=rngs, dtype=dtype, param_dtype=param_dtype)
-        self.visual = QwenVision(config.vision, config.text.hidden_size, **options)
+        self.visual = QwenVision(
+            config.vision, config.text.hidden_size, **options, remat=decoder.get("remat", "none")
+        )
         self.language_model = Decoder(config.text, **options, **decoder)
 
-    def pack(self, images: dict) -> tuple[PatchedImages, Int[np.ndarray, "I 3"]]:
-        vision = self.config.vision
+    @staticmethod
+    def cut(
+        images: dict, vision: VisionConfig
+    ) -> tuple[list[Float[np.ndarray, "patches K"]], Int[np.ndarray, "I 3"]]:
         pixels, grids = named_arrays(
             images, pixel_values=f"float patches {vision.patch_numbers}", image_grid_thw="int I 3"
         )
@@ -258,11 +292,11 @@ class Qwen2_5VL(VisionLanguageModel):
         ends = np.cumsum(grids.prod(1))
         if len(pixels) != ends[-1]:
             raise ValueError(f"pixel_values hold {len(pixels)} patches and image_grid_thw asks for {ends[-1]}")
-        cut = np.split(pixels, ends[:-1])
-        packed = pack_images(
-            cut, [tuple(grid[1:]) for grid in grids.tolist()], merge=vision.merge_size, window=vision.window_blocks
-        )
-        return packed, grids
+        return np.split(pixels, ends[:-1]), grids
 
-    def image_features(self, images: PatchedImages) -> Float[Array, "I cells D"]:
+    def _features(self, images: PatchedImages) -> Float[Array, "I cells D"]:
         return self.visual(images)
+
+    @property
+    def tower(self) -> nnx.Module:
+        return self.visual

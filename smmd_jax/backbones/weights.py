@@ -18,6 +18,7 @@ from smmd_jax.backbones.config import DecoderConfig
 from smmd_jax.backbones.decoder import Decoder
 from smmd_jax.backbones.hf_config import CONFIG_NAME, read_config
 from smmd_jax.backbones.hf_fields import hf_fields
+from smmd_jax.backbones.hf_vision_fields import vision_fields
 from smmd_jax.backbones.ports import BACKBONES, ModelConfig, model_config
 from smmd_jax.backbones.safetensors_files import (
     INDEX_NAME,
@@ -96,7 +97,11 @@ def load_pretrained(
 
 
 def load_parameters(
-    folder: str | Path, shapes: Mapping[str, Any], *, shardings: Mapping[str, Any] | None = None
+    folder: str | Path,
+    shapes: Mapping[str, Any],
+    *,
+    shardings: Mapping[str, Any] | None = None,
+    beside: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Load the parameters of a checkpoint in the dtypes and places asked for.
 
@@ -104,6 +109,8 @@ def load_parameters(
         folder: of the checkpoint.
         shapes: nested dict of jax.ShapeDtypeStruct; layers apart (`layers/0/...`) or stacked (`layers/...`).
         shardings: nested dict of jax.sharding.Sharding of the same structure; None: the default device.
+        beside: the other parameters of the model, which the checkpoint must hold too and which are not loaded; None:
+            there are none.
 
     Returns:
         nested dict of arrays.
@@ -111,7 +118,7 @@ def load_parameters(
     Raises:
         CheckpointError: as `load_pretrained`.
     """
-    return _load(open_folder(folder), shapes, model_config(read_config(folder)), shardings)
+    return _load(open_folder(folder), shapes, model_config(read_config(folder)), shardings, beside)
 
 
 def save_pretrained(
@@ -133,22 +140,29 @@ def save_pretrained(
 
 
 def save_parameters(
-    parameters: Mapping[str, Any], config: ModelConfig, folder: str | Path, *, source: str | Path | None = None
+    parameters: Mapping[str, Any],
+    config: ModelConfig,
+    folder: str | Path,
+    *,
+    source: str | Path | None = None,
+    fields: Mapping[str, Any] | None = None,
 ) -> None:
     """Write parameters, a nested dict as `load_parameters` returns it, as a Hugging Face checkpoint.
 
     Shards are written one by one, so the host holds one at a time. The folder appears whole or not at all.
 
-    Args, Raises: as `save_pretrained`.
+    Args:
+        parameters, config, folder, source: as `save_pretrained`.
+        fields: what a config.json that is made here says beside the model, such as ids of special tokens.
+
+    Raises: as `save_pretrained`.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is not an empty folder: nothing is overwritten, choose another")
     leaves = _by_path(parameters)
     if source is None:
-        if not isinstance(config, DecoderConfig):
-            raise CheckpointError(f"a {config.model_type} model is saved with source=, the folder it was loaded from")
-        tensors, planned, companions = _planned(leaves, config)
+        tensors, planned, companions = _planned(leaves, config, fields or {})
         total = {}
     else:
         tensors, planned, companions, total = _as_source(leaves, config, Path(source))
@@ -200,9 +214,14 @@ def _with_dtypes(
 
 
 def _load(
-    files: TensorFiles, shapes: Mapping[str, Any], config: ModelConfig, shardings: Mapping[str, Any] | None
+    files: TensorFiles,
+    shapes: Mapping[str, Any],
+    config: ModelConfig,
+    shardings: Mapping[str, Any] | None,
+    beside: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    sources = match_tensors(_by_path(shapes), files.shapes, num_layers=config.num_layers, tied=config.tied)
+    paths = _by_path(shapes) | _by_path(beside or {})
+    sources = match_tensors(paths, files.shapes, num_layers=config.num_layers, tied=config.tied)
     if shardings is None:
         shardings = jax.tree.map(lambda leaf: jax.sharding.SingleDeviceSharding(jax.devices()[0]), shapes)
 
@@ -228,17 +247,22 @@ def _read_block(files: TensorFiles, source: Source, index: tuple[slice, ...], dt
     return np.stack(blocks) if source.stacked else blocks[0]
 
 
-def _planned(leaves, config: DecoderConfig):
+def _planned(leaves, config: ModelConfig, more: Mapping[str, Any]):
     """Names, files and companions of a checkpoint that has no source; dtypes are those of the parameters."""
+    own = hf_fields(config) if isinstance(config, DecoderConfig) else vision_fields(config)
     tensors = {}
     for path, leaf in leaves.items():
         source = source_of(path, num_layers=config.num_layers)
         shape = leaf.shape[1 if source.stacked else 0 :]
+        shape = shape[::-1] if source.transposed else shape
+        if path == "visual/patch_embed/proj/kernel":  # in the files a convolution
+            vision = config.vision
+            shape = (shape[0], vision.channels, vision.temporal_size, vision.patch_size, vision.patch_size)
         for layer, name in enumerate(source.names):
-            tensors[name] = (path, source, layer, np.dtype(leaf.dtype), shape[::-1] if source.transposed else shape)
+            tensors[name] = (path, source, layer, np.dtype(leaf.dtype), shape)
     sizes = {name: (shape, dtype) for name, (*_, dtype, shape) in tensors.items()}
     kinds = {str(dtype) for _, dtype in sizes.values()}
-    fields = {**hf_fields(config), "dtype": kinds.pop() if len(kinds) == 1 else "float32"}
+    fields = {**own, **more, "dtype": kinds.pop() if len(kinds) == 1 else "float32"}
     return tensors, plan_files(sizes), {CONFIG_NAME: (json.dumps(fields, indent=2) + "\n").encode()}
 
 
