@@ -169,7 +169,7 @@ def test_the_table_of_names_and_their_other_form():
 
     for name in ("tiny", "smollm2-135m", "org/name", "./m", "../models/a b", "m.gguf", "~/m", ".", "/m"):
         assert from_flags({"task": "arith", "backbone": name}, tables=TABLES).backbone == name
-    with pytest.raises(UsageError, match=r"backbone=gpt2: not known. Known: tiny, smollm2-135m, or a model folder"):
+    with pytest.raises(UsageError, match=r"backbone=gpt2: not known. Known: tiny, tiny-vlm, smollm2-135m, or a model"):
         from_flags({"task": "arith", "backbone": "gpt2"}, tables=TABLES)
 
 

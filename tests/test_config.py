@@ -244,7 +244,7 @@ RESUMABLE = {
 }
 OTHER = {
     "dtype": "bfloat16", "param_dtype": "bfloat16", "scan_layers": True, "remat": "full", "lora_rank": 4,
-    "lora_alpha": 1.0, "lora_targets": "q_proj",
+    "lora_alpha": 1.0, "lora_targets": "q_proj", "vision": "freeze", "image_size": 64,
     "task": "clock", "variant": "large", "data_seed": 3, "limit": 3, "backbone": "b", "dropout": 0.1,
     "max_length": 99, "loss": "ce",
     "loss_weight": 1.0, "kernel": "laplace", "sigma": 1.0, "alpha": 1.0, "rescale": 9.0, "normalize_by": "tokens",

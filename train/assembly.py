@@ -13,7 +13,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from smmd_jax import LOSSES, NumericKernel, NumericVocab, make_numeric_kernel, numeric_vocab_from_tokenizer
-from smmd_jax.backbones import DecoderConfig, join_parameters
+from smmd_jax.backbones import join_parameters
+from smmd_jax.backbones.image_rows import ImageRows
 from smmd_jax.errors import TokenizerError
 from train.backbone import Backbone, make_backbone
 from train.chunked_head import choose_logits
@@ -25,8 +26,15 @@ from train.objective import Objective, make_objective
 from train.optimizer import Schedule, make_optimizer, make_schedule
 from train.own_loss import check_own_loss
 from train.parameters import Parameters, make_parameters
-from train.partition import check_batch_size, data_shard, make_mesh, place_everywhere, place_rows
-from train.program import Program, batch_like, make_program
+from train.partition import (
+    batch_sharding,
+    check_batch_size,
+    data_shard,
+    make_mesh,
+    place_everywhere,
+    place_rows,
+)
+from train.program import Program, make_program
 from train.prompts import PromptBatch, make_prompt_batches
 from train.splits import cache_folder, open_split
 from train.step import Step, TrainState
@@ -42,6 +50,7 @@ class Run:
     Attributes:
       parameters: the model's structure, and which of its parameters are trained.
       program: the jitted step and its state.
+      images: how the backbone reads images; None: it reads text alone.
       prompts: of the evaluation; encoded before training, so that what cannot be evaluated is refused first.
       backbone_folder: holds the weights that the run starts from; None: they start at random.
       notes: sentences for the header.
@@ -57,6 +66,7 @@ class Run:
     parameters: Parameters
     program: Program
     batches: Batches
+    images: ImageRows | None
     statistics: Statistics
     prompts: Sequence[PromptBatch]
     backbone_folder: Path | None
@@ -107,10 +117,11 @@ class Run:
         """Move a batch to the devices, its rows over data and fsdp."""
         return place_rows(batch, self.mesh)
 
-    def lower_step(self) -> jax.stages.Lowered:
-        """Lower the step for the shapes of this run, without data."""
-        batch = batch_like(self.config.batch_size, self.config.max_length, self.mesh)
-        return self.program.lower(batch, self.kernel)
+    def lower_step(self, batch: Batch | None = None) -> jax.stages.Lowered:
+        """Lower the step for the shapes of a batch; None: the largest of this run."""
+        rows, batch = batch_sharding(self.mesh), self.batches.blank() if batch is None else batch
+        like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=rows), batch)
+        return self.program.lower(like, self.kernel)
 
 
 def assemble(config: TrainConfig) -> Run:
@@ -140,8 +151,9 @@ def assemble(config: TrainConfig) -> Run:
             vocab_size=model_config.vocab_size,
             max_dropped_fraction=config.max_dropped_fraction,
             cache_dir=cache_folder(config),
+            images=backbone.images,
         )
-        prompts = _prompts(task, tokenizer, model_config, config)
+        prompts = _prompts(task, backbone, config)
     vocab = _numeric_vocab(backbone, config)
     statistics = batches.encoded.statistics(np.asarray(vocab.token_ids))
     if not (statistics.numeric_tokens or objective.is_plain):
@@ -174,7 +186,8 @@ def assemble(config: TrainConfig) -> Run:
         notes = (
             *backbone.notes,
             *getattr(source, "notes", ()),
-            *_unused_flags(objective, config),
+            *batches.encoded.notes,
+            *_unused_flags(objective, config, backbone),
             *_wide_adapters(parameters, config),
         )
 
@@ -192,6 +205,7 @@ def assemble(config: TrainConfig) -> Run:
         parameters=parameters,
         program=program,
         batches=batches,
+        images=backbone.images,
         statistics=statistics,
         prompts=prompts,
         backbone_folder=backbone.folder,
@@ -208,9 +222,7 @@ def _count(like: Any) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(like))
 
 
-def _prompts(
-    task: Task, tokenizer: Tokenizer, model_config: DecoderConfig, config: TrainConfig
-) -> Sequence[PromptBatch]:
+def _prompts(task: Task, backbone: Backbone, config: TrainConfig) -> Sequence[PromptBatch]:
     split = config.eval_split or task.eval_split
     source = open_split(config, split)
     if config.eval_examples > len(source):
@@ -220,10 +232,11 @@ def _prompts(
         )
     return make_prompt_batches(
         source,
-        tokenizer,
+        backbone.tokenizer,
         batch_size=config.eval_batch_size,
         examples=config.eval_examples or len(source),
-        max_length=model_config.max_positions - task.max_new_tokens,
+        max_length=backbone.config.max_positions - task.max_new_tokens,
+        images=backbone.images,
     )
 
 
@@ -264,13 +277,15 @@ def _check_objective(objective: Objective, config: TrainConfig) -> None:
         )
 
 
-def _unused_flags(objective: Objective, config: TrainConfig) -> tuple[str, ...]:
-    """Name the flags that were changed although the loss has no kernel, or the run no adapters."""
+def _unused_flags(objective: Objective, config: TrainConfig, backbone: Backbone) -> tuple[str, ...]:
+    """Name the flags that were changed although the loss has no kernel, the run no adapters, the backbone no eyes."""
     unused = {}
     if objective.spec.terms is None:
         unused[f"loss={config.loss} has no kernel"] = ("kernel", "sigma", "alpha", "rescale")
     if not config.lora_rank:
         unused["lora_rank=0 trains all parameters"] = ("lora_alpha", "lora_targets")
+    if backbone.images is None:
+        unused[f"backbone={config.backbone} reads text alone"] = ("vision", "image_size")
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
     return tuple(
         f"--{name} has no effect: {reason}."

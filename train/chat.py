@@ -35,7 +35,9 @@ def read_chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str
     return template if isinstance(template, str) else None
 
 
-def render_chat(template: str, message: str, *, specials: Collection[str], variables: Mapping[str, str]) -> list[str]:
+def render_chat(
+    template: str, message: str, *, specials: Collection[str], variables: Mapping[str, str], image: bool = False
+) -> list[str]:
     """Render a chat of one user message, up to where the model's answer begins, and cut it at the special tokens.
 
     Only the template writes special tokens: "<|im_end|>" inside the message stays text. The pieces alternate, text and
@@ -46,6 +48,7 @@ def render_chat(template: str, message: str, *, specials: Collection[str], varia
       message: what the user says.
       specials: the special tokens of the tokenizer.
       variables: further names the template may use, such as `bos_token`.
+      image: whether the message begins with an image, which the template writes as its special tokens.
 
     Returns:
       An odd number of pieces: text, special token, text, ..., text; texts may be empty.
@@ -79,9 +82,10 @@ def render_chat(template: str, message: str, *, specials: Collection[str], varia
     hidden = message
     while either.search(hidden):
         hidden = either.sub(lambda found: found[0][0] + marker + found[0][1:], hidden)
+    content = [{"type": "image"}, {"type": "text", "text": hidden}] if image else hidden
     try:
         text = environment.from_string(template).render(
-            messages=[{"role": "user", "content": hidden}], add_generation_prompt=True, tools=None, documents=None,
+            messages=[{"role": "user", "content": content}], add_generation_prompt=True, tools=None, documents=None,
             **variables,
         )  # fmt: skip
     except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:

@@ -18,7 +18,7 @@ MESH_AXES = ("data", "fsdp", "tensor")
 USAGE = "usage: python -m train.main --task=TASK [--flag=value ...]"
 _BACKBONE_FORM = (r".*[/\\].*|.*\.gguf|~.*|\.{1,2}", "a model folder, a .gguf file, or org/name of a hub")
 # Backbones that start from random parameters.
-_RANDOM_BACKBONES = ("tiny",)
+_RANDOM_BACKBONES = ("tiny", "tiny-vlm")
 _FUNCTION_FORM = (r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", "package.module:function for a loss of your own")
 
 
@@ -64,9 +64,19 @@ class TrainConfig:
     lora_targets: str = flag_field(
         "Matrices with adapters, commas between", "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
     )
+    vision: Literal["", "train", "freeze", "lora"] = flag_field(
+        "What of a backbone's vision tower is trained: all, nothing, or adapters of --lora_rank; empty: all, and "
+        "nothing with --lora_rank",
+        "",
+    )
+    image_size: int | None = flag_field(
+        "Images are scaled into a square of so many pixels a side (qwen2_5_vl: to its area); none: the backbone's own",
+        None,
+        at_least=1,
+    )
     max_length: int = flag_field("Tokens in a packed row; longer examples are refused, never cut", 256, at_least=2)
     max_dropped_fraction: float = flag_field(
-        "Share of the training examples that may be longer than a row and are left out; 0: none",
+        "Share of the training examples that may be left out: longer than a row, or with unreadable images; 0: none",
         0.01,
         at_least=0,
         below=1,
@@ -163,6 +173,8 @@ class TrainConfig:
                 f"batch_size={self.batch_size} cannot be cut into grad_accum={self.grad_accum} equal micro-batches: "
                 "choose a batch size that is a multiple of it."
             )
+        if self.vision == "lora" and not self.lora_rank:
+            raise UsageError("vision=lora trains adapters beside the tower's matrices: give --lora_rank too.")
         for name in ("workdir", "data_dir"):
             if "://" in getattr(self, name):
                 raise UsageError(f"{name} is a URL: wanted a folder that this machine has mounted.")
@@ -171,6 +183,11 @@ class TrainConfig:
     def stored_dtype(self) -> str:
         """The dtype of stored parameters with the default resolved; adapters are float32 always."""
         return self.param_dtype or ("bfloat16" if self.lora_rank else "float32")
+
+    @property
+    def trained_vision(self) -> str:
+        """What of a vision tower is trained, with the default resolved: train, freeze or lora."""
+        return self.vision or ("freeze" if self.lora_rank else "train")
 
     @property
     def warmup(self) -> int:

@@ -1,5 +1,6 @@
 """Batches: Grain's shuffled order, packing into rows, and an exact position to resume from."""
 
+import concurrent.futures
 import dataclasses
 import hashlib
 import json
@@ -11,10 +12,14 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from smmd_jax.backbones.image_rows import ImageRows
+from smmd_jax.backbones.images import PatchedImages
+from smmd_jax.backbones.mllama_vision import TiledImages
 from smmd_jax.targets import check_targets
 from train.config import differences
 from train.encode import MAX_DROPPED_FRACTION, EncodedExamples, encode_source
 from train.exits import DataError
+from train.pictures import Pictures
 from train.tasks.base import Source
 from train.tokenizer import Tokenizer
 
@@ -24,19 +29,23 @@ from train.tokenizer import Tokenizer
 class Batch:
     """Packed rows. Segments of a row are numbered from 1 and positions start again in each; segment 0 is padding.
 
+    Every array has the rows first, those of images too: a row holds one example with its image, or several without.
+
     Args:
       input_ids: [B, T] int32.
       targets: [B, T] int32, already shifted: the token that follows each input within its example.
       target_mask: [B, T] bool, true where the target belongs to an answer or ends it; false for prompts and padding.
-      positions: [B, T] int32.
+      positions: [B, T] int32; [B, 3, T] for a backbone whose positions have three axes.
       segment_ids: [B, T] int32.
+      images: those of the rows; None where the data set has none.
     """
 
     input_ids: Int[Array | np.ndarray, "B T"]
     targets: Int[Array | np.ndarray, "B T"]
     target_mask: Bool[Array | np.ndarray, "B T"]
-    positions: Int[Array | np.ndarray, "B T"]
+    positions: Int[Array | np.ndarray, "B *axes T"]
     segment_ids: Int[Array | np.ndarray, "B T"]
+    images: PatchedImages | TiledImages | None = None
 
 
 class Batches(Iterator[Batch]):
@@ -48,10 +57,13 @@ class Batches(Iterator[Batch]):
     place in the order where it begins, and this place, one integer, is the whole state. Grain's own packing gives the
     same rows at several times the cost a token, and its state holds the rows in the making.
 
+    Examples with an image stand alone in their row, and while a batch is used a thread of its own makes the next one.
+
     Attributes:
       encoded: the examples.
       fingerprint: everything that the stream depends on; streams with equal fingerprints and states go on alike.
       examples: [B, T] int32 for the last batch: the index in the source of the example at each place, -1 for padding.
+      rooms: the lengths that batches of images have; each is a program of its own.
     """
 
     def __init__(
@@ -66,6 +78,7 @@ class Batches(Iterator[Batch]):
         vocab_size: int,
         shard: tuple[int, int],
         fingerprint: Mapping[str, Any],
+        pictures: Pictures | None = None,
     ) -> None:
         index, count = shard
         if batch_size < 1 or not 0 <= index < count or batch_size % count:
@@ -83,9 +96,39 @@ class Batches(Iterator[Batch]):
         self._shortest = min(self._lengths)
         self._order = grain.MapDataset.range(len(encoded)).seed(seed).shuffle().repeat()
         self._position = 0
+        self._pictures = pictures
+        self._alone = np.zeros(len(encoded), bool) if pictures is None else pictures.rooms > 0
+        self.rooms = () if pictures is None else tuple(np.unique(pictures.rooms[self._alone]).tolist())
+        self._maker = None if pictures is None else concurrent.futures.ThreadPoolExecutor(1)
+        self._ahead: tuple[int, concurrent.futures.Future] | None = None
 
     def __next__(self) -> Batch:
-        placed = self._place()
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == self._position:
+            batch, self.examples, self._position = ahead[1].result()
+        else:
+            batch, self.examples, self._position = self._make(self._position)
+        if self._maker is not None:
+            self._ahead = self._position, self._maker.submit(self._make, self._position)
+        return batch
+
+    def blank(self, room: int | None = None) -> Batch:
+        """Return a batch of padding with the shapes of the stream's.
+
+        Args:
+          room: of the images, one of `rooms`; None: the largest.
+        """
+        shape = (len(self._rows), self._max_length)
+        zeros = lambda dtype: np.zeros(shape, dtype)
+        batch = Batch(
+            input_ids=zeros(np.int32), targets=zeros(np.int32), target_mask=zeros(np.bool_),
+            positions=zeros(np.int32), segment_ids=zeros(np.int32),
+        )  # fmt: skip
+        return self._with_images(batch, [None] * len(self._rows), max(self.rooms, default=0) if room is None else room)
+
+    def _make(self, position: int) -> tuple[Batch, np.ndarray, int]:
+        """The batch that begins at a place of the order, its `examples`, and the place where the next one begins."""
+        placed, room, position = self._place(position)
         rows, offsets, segments, chosen = np.array(placed, np.int64).reshape(-1, 4).T
         starts = self.encoded.starts[chosen]
         lengths = self.encoded.starts[chosen + 1] - starts
@@ -107,8 +150,23 @@ class Batches(Iterator[Batch]):
         )
         check_targets(batch.input_ids, self._vocab_size)
         check_targets(batch.targets, self._vocab_size, mask=batch.target_mask)
-        self.examples = lay_out(np.repeat(self.encoded.source_index[chosen], lengths), -1, np.int32)
-        return batch
+        examples = lay_out(np.repeat(self.encoded.source_index[chosen], lengths), -1, np.int32)
+        own: list[int | None] = [None] * len(self._rows)
+        for row, example in zip(rows.tolist(), chosen.tolist(), strict=True):
+            if self._alone[example]:
+                own[row - self._rows.start] = example
+        return self._with_images(batch, own, room), examples, position
+
+    def _with_images(self, batch: Batch, own: list[int | None], room: int) -> Batch:
+        if self._pictures is None:
+            return batch
+        images, positions = self._pictures.lay_out(batch.input_ids, batch.segment_ids > 0, own, room=room)
+        if positions is not None:
+            has_image = np.array([example is not None for example in own])[:, None, None]
+            positions = np.where(has_image, positions, batch.positions[:, None])
+        return dataclasses.replace(
+            batch, images=images, positions=batch.positions if positions is None else positions
+        )
 
     def get_state(self) -> dict[str, Any]:
         """The place of the next batch, ready for JSON."""
@@ -136,25 +194,28 @@ class Batches(Iterator[Batch]):
         """Epochs consumed so far."""
         return self._position / len(self.encoded)
 
-    def _place(self) -> list[tuple[int, int, int, int]]:
-        """(row, offset, segment, example) of this shard's part of the next batch; moves the position on."""
+    def _place(self, position: int) -> tuple[list[tuple[int, int, int, int]], int, int]:
+        """(row, offset, segment, example) of this shard's part of a batch, its room, and where the next one begins."""
         rooms = [self._max_length] * self._batch_size
         segments = [0] * self._batch_size
-        placed = []
+        placed, room = [], 0
         first_open = 0  # rows before it have no room for any example
         while True:
-            example = int(self._order[self._position])
-            length = self._lengths[example]
+            example = int(self._order[position])
+            length, is_alone = self._lengths[example], self._alone[example]
+            needed = self._max_length if is_alone else length
             while first_open < self._batch_size and rooms[first_open] < self._shortest:
                 first_open += 1
-            row = next((row for row in range(first_open, self._batch_size) if rooms[row] >= length), None)
+            row = next((row for row in range(first_open, self._batch_size) if rooms[row] >= needed), None)
             if row is None:
-                return placed
-            self._position += 1
+                return placed, room, position
+            position += 1
+            if is_alone:
+                room = max(room, int(self._pictures.rooms[example]))
             segments[row] += 1
             if row in self._rows:
                 placed.append((row, self._max_length - rooms[row], segments[row], example))
-            rooms[row] = rooms[row] - length if self._pack else 0
+            rooms[row] = rooms[row] - length if self._pack and not is_alone else 0
 
 
 def make_batches(
@@ -169,6 +230,7 @@ def make_batches(
     vocab_size: int | None = None,
     max_dropped_fraction: float = MAX_DROPPED_FRACTION,
     cache_dir: str | None = None,
+    images: ImageRows | None = None,
 ) -> Batches:
     """Encode a source and stream it as shuffled, packed batches.
 
@@ -185,6 +247,7 @@ def make_batches(
       vocab_size: width of the model's head, against which every batch is checked; None is the tokenizer's.
       max_dropped_fraction: refuse when a larger share of the examples does not fit into a row.
       cache_dir: see `encode_source`.
+      images: how the backbone reads images; None: it reads text alone.
 
     Returns:
       `Batches`.
@@ -194,8 +257,16 @@ def make_batches(
       ValueError: a batch size that the shards cannot share.
     """
     encoded = encode_source(
-        source, tokenizer, max_length=max_length, max_dropped_fraction=max_dropped_fraction, cache_dir=cache_dir
+        source,
+        tokenizer,
+        max_length=max_length,
+        max_dropped_fraction=max_dropped_fraction,
+        cache_dir=cache_dir,
+        images=images,
     )
+    pictures = None
+    if encoded.has_images:
+        pictures = Pictures(source, images, places=encoded.source_index, sizes=encoded.image_sizes)
     fingerprint = {
         "version": 1,
         "source": source.fingerprint,
@@ -206,6 +277,7 @@ def make_batches(
         "max_length": max_length,
         "pack": pack,
         "grain": grain.__version__,
+        **({} if pictures is None else {"images": repr(images.process)}),
     }
     return Batches(
         encoded,
@@ -217,6 +289,7 @@ def make_batches(
         vocab_size=tokenizer.vocab_size if vocab_size is None else vocab_size,
         shard=shard,
         fingerprint=fingerprint,
+        pictures=pictures,
     )
 
 

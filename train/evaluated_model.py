@@ -19,6 +19,7 @@ from train.graders import GRADERS
 from train.manifest import MANIFEST
 from train.parameters import make_parameters
 from train.partition import make_mesh
+from train.pictures import Pictures
 from train.prompts import make_prompt_batches
 from train.sampled_answers import DECODINGS, sample_answers
 from train.scoring import Scored, answer_prompts, grade_answers
@@ -90,6 +91,7 @@ class EvaluatedModel:
             backbone.tokenizer,
             batch_size=flags.eval_batch_size,
             max_length=self._max_positions - self._max_new_tokens,
+            images=backbone.images,
         )
         if flags.reads_numeric_tokens:
             self._vocab = numeric_vocab_from_tokenizer(
@@ -100,8 +102,20 @@ class EvaluatedModel:
             check_single_tokens(examples, backbone.tokenizer, self._vocab, decode=flags.decode)
         if flags.distribution:
             self._encoded = encode_source(
-                self._source, backbone.tokenizer, max_length=self._max_positions, max_dropped_fraction=0.0
+                self._source,
+                backbone.tokenizer,
+                max_length=self._max_positions,
+                max_dropped_fraction=0.0,
+                images=backbone.images,
             )
+            self._pictures = None
+            if self._encoded.has_images:
+                self._pictures = Pictures(
+                    self._source,
+                    backbone.images,
+                    places=self._encoded.source_index,
+                    sizes=self._encoded.image_sizes,
+                )
         self._model, step, weights = _load(flags, own, config, backbone)
         self.notes = (*backbone.notes, *getattr(source, "notes", ()))
         end = "" if flags.decode == "greedy" else f"-{flags.decode}"
@@ -121,6 +135,7 @@ class EvaluatedModel:
             "decode": flags.decode,
             **(drawn if flags.draws else {}),
             **({"numeric_policy": config.numeric_policy} if flags.reads_numeric_tokens else {}),
+            **({} if config.image_size is None else {"image_size": config.image_size}),
         }
 
     def score(self) -> tuple[Scored, DistributionMetrics | None]:
@@ -136,7 +151,9 @@ class EvaluatedModel:
         scored = grade_answers(answers, self._grader)
         if not flags.distribution:
             return scored, None
-        return scored, measure_targets(self._model, self._encoded, self._vocab, batch_size=flags.eval_batch_size)
+        return scored, measure_targets(
+            self._model, self._encoded, self._vocab, batch_size=flags.eval_batch_size, pictures=self._pictures
+        )
 
     @property
     def _mark(self) -> str:
@@ -169,7 +186,14 @@ def _config(flags: EvaluateFlags, own: TrainConfig | None) -> TrainConfig:
     if own is None:
         dtype = flags.dtype or "float32"
         # A row of training may be longer than the model allows, and none is read here.
-        base = TrainConfig(task=task_name, backbone=flags.backbone, max_length=2, dtype=dtype, param_dtype=dtype)
+        base = TrainConfig(
+            task=task_name,
+            backbone=flags.backbone,
+            max_length=2,
+            dtype=dtype,
+            param_dtype=dtype,
+            image_size=flags.image_size,
+        )
         variant = flags.variant or task.variants[0]
     else:
         base = own

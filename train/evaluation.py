@@ -52,6 +52,9 @@ class EvaluateFlags:
     numeric_policy: str = flag_field(
         "Which tokens are numeric for --distribution and --decode=token_...; empty: the run's", ""
     )
+    image_size: int | None = flag_field(
+        "Scale images of a --backbone as training's flag does; none: as its files say", None, at_least=1
+    )
     dtype: Literal["", "float32", "bfloat16"] = flag_field("Dtype of a --backbone; empty: float32", "")
     out: str = flag_field("Folder to write to; empty: evaluations/ of the run", "")
     debug: bool = flag_field("Show the trace of an error", False)
@@ -94,9 +97,9 @@ class EvaluateFlags:
 _SUBJECTS = ("workdir", "backbone", "predictions")
 _OF_A_MODEL = (
     "variant", "data_dir", "split", "eval_split", "step", "eval_examples", "eval_batch_size", "max_new_tokens",
-    "decode", "samples", "temperature", "seed", "distribution", "numeric_policy", "dtype",
+    "decode", "samples", "temperature", "seed", "distribution", "numeric_policy", "image_size", "dtype",
 )  # fmt: skip
-_USELESS = {"workdir": ("dtype",), "backbone": ("step",), "predictions": _OF_A_MODEL}
+_USELESS = {"workdir": ("dtype", "image_size"), "backbone": ("step",), "predictions": _OF_A_MODEL}
 
 
 def evaluate(flags: EvaluateFlags) -> tuple[Path | None, dict[str, Any]]:

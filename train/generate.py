@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Sequence
 from numbers import Integral, Real
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,8 @@ def generate(
     attention_mask: ArrayLike,
     max_new_tokens: int,
     eos_ids: Sequence[int] = (),
-    images: dict | None = None,
+    images: Any = None,
+    positions: ArrayLike | None = None,
     pad_id: int = 0,
     temperature: float = 0.0,
     key: Array | None = None,
@@ -42,7 +44,9 @@ def generate(
         attention_mask: [B, T], non-zero for real tokens.
         max_new_tokens: how many tokens to return.
         eos_ids: tokens that end an answer, each of them.
-        images: for the vision families.
+        images: for the vision families, as their `hidden` takes them.
+        positions: of the prompts, where the images were prepared by the caller: [3, B, T] for three axes; None: the
+            model counts them.
         pad_id: what follows the EOS.
         temperature: 0 is greedy, 1 samples from the model's own distribution.
         key: of jax.random; needed with a temperature: one, from which row i draws with `fold_in(key, i)`, or [B] keys,
@@ -67,10 +71,10 @@ def generate(
         (1, 4)
     """
     input_ids, attention_mask = np.asarray(input_ids), np.asarray(attention_mask)
-    _check(model, input_ids, attention_mask, max_new_tokens, images)
+    _check(model, input_ids, attention_mask, max_new_tokens, images, positions)
     vision = {}
     if images is not None:
-        input_ids, images, positions = model.prepare(input_ids, attention_mask, images)
+        input_ids, images, positions = model.prepare(input_ids, attention_mask, images, positions)
         vision = {"images": images} | ({} if positions is None else {"positions": jnp.asarray(positions)})
         vision = vision if mesh is None else place_everywhere(vision, mesh)
     keys = _row_keys(temperature, key, rows=len(input_ids))
@@ -90,7 +94,9 @@ def generate(
     return tokens if mesh is None else jax.device_put(tokens, replicated(mesh))
 
 
-def _check(model, input_ids, attention_mask, max_new_tokens, images):
+def _check(model, input_ids, attention_mask, max_new_tokens, images, positions):
+    if images is None and positions is not None:
+        raise ValueError("got positions without images, and those of text are counted: leave them out")
     if images is not None and not hasattr(model, "prepare"):
         raise ValueError(f"got images, but {model.config.model_type} is a text backbone: leave images out")
     if input_ids.ndim != 2 or not np.issubdtype(input_ids.dtype, np.integer):

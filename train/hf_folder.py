@@ -1,6 +1,7 @@
 """A run's checkpoint as a Hugging Face folder, merged or as adapters, and the proof that it computes the same."""
 
 import dataclasses
+import json
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -11,9 +12,8 @@ import numpy as np
 from flax import nnx
 
 from smmd_jax.backbones import (
-    Decoder,
     DecoderConfig,
-    add_lora,
+    VisionLanguageConfig,
     join_parameters,
     load_pretrained,
     merge_lora,
@@ -23,12 +23,14 @@ from smmd_jax.backbones.adapter_files import load_adapter, save_adapter
 from smmd_jax.backbones.safetensors_files import open_folder
 from smmd_jax.backbones.tensor_names import find_prefix
 from smmd_jax.backbones.weights import save_parameters
-from train.backbone import Backbone, make_backbone
+from train.backbone import Backbone, make_backbone, with_dropout
 from train.exits import ExportError, StorageError, UsageError
 from train.hub import is_hub_name
+from train.parameters import make_untrained
 from train.prompts import make_prompt_batches
 from train.splits import open_split
 from train.tasks import TASKS
+from train.tokenizer import Tokenizer
 from train.trained import Trained, read_run_config, restore_trained
 
 # Largest difference of a logit that --verify lets pass, by the dtype written. In float32 only the order of sums
@@ -95,6 +97,8 @@ def export(
     if config.task not in TASKS:
         raise UsageError(f"{workdir} trained on task={config.task}, which is not known here: {', '.join(TASKS)}.")
     backbone = make_backbone(config)
+    if adapter and backbone.images is not None and config.trained_vision == "train":
+        raise UsageError(f"{workdir} trained its vision tower whole (vision=train): export it without --adapter.")
     if adapter and backbone.folder is None:
         raise UsageError(f"the adapters belong to backbone={config.backbone}, which is no folder: export them merged.")
     trained = restore_trained(Path(workdir), config, backbone, step, widen=True)
@@ -127,14 +131,20 @@ def compare_logits(left: nnx.Module, right: nnx.Module, trained: Trained, *, tol
     task, config = TASKS[trained.config.task], trained.config
     source = open_split(config, config.eval_split or task.eval_split)
     batches = make_prompt_batches(
-        source, trained.backbone.tokenizer, batch_size=_VERIFIED_PROMPTS, examples=min(_VERIFIED_PROMPTS, len(source))
+        source,
+        trained.backbone.tokenizer,
+        batch_size=_VERIFIED_PROMPTS,
+        examples=min(_VERIFIED_PROMPTS, len(source)),
+        images=trained.backbone.images,
     )
-    run = nnx.jit(lambda model, ids, mask: model(ids, attention_mask=mask))
+    run = nnx.jit(lambda model, ids, mask, vision: model(ids, attention_mask=mask, **vision))
     largest, divergence, agreed, positions = 0.0, 0.0, 0, 0
     for batch in batches:
         rows = batch.attention_mask & (np.arange(len(batch.attention_mask)) < len(batch.examples))[:, None]
+        vision = batch.vision()
         logits = [
-            np.asarray(run(model, batch.input_ids, batch.attention_mask), np.float64)[rows] for model in (left, right)
+            np.asarray(run(model, batch.input_ids, batch.attention_mask, vision), np.float64)[rows]
+            for model in (left, right)
         ]
         largest = float(np.maximum(largest, np.abs(logits[0] - logits[1]).max()))  # unlike max() it keeps NaN
         logs = [values - _log_sum_exp(values) for values in logits]
@@ -158,9 +168,15 @@ def _log_sum_exp(values: np.ndarray) -> np.ndarray:
 def _write_merged(trained: Trained, folder: Path) -> None:
     parameters = trained.parameters if trained.scale is None else merge_lora(trained.parameters, trained.scale)
     backbone = trained.backbone
-    save_parameters(parameters, _plain(backbone), folder, source=backbone.folder)
+    save_parameters(
+        parameters, _plain(backbone), folder, source=backbone.folder, fields=_special_ids(backbone.tokenizer)
+    )
     if backbone.folder is None:
         backbone.tokenizer.save(folder)
+    if backbone.preprocessor is not None and (backbone.folder is None or trained.config.image_size is not None):
+        # Images must be scaled as they were when the model was trained.
+        text = json.dumps(backbone.preprocessor, indent=2, ensure_ascii=False)
+        (folder / "preprocessor_config.json").write_text(text + "\n", encoding="utf-8")
 
 
 def _write_adapter(trained: Trained, folder: Path) -> None:
@@ -172,20 +188,29 @@ def _write_adapter(trained: Trained, folder: Path) -> None:
         num_layers=backbone.config.num_layers,
         scale=trained.scale,
         base=backbone.name if is_hub_name(backbone.name) else str(backbone.folder.resolve()),
-        prefix=_prefix(backbone),
+        **_prefixes(backbone),
     )
     for pattern in _TOKENIZER_FILES:
         for path in backbone.folder.glob(pattern):
             shutil.copyfile(path, folder / path.name)
 
 
-def _prefix(backbone: Backbone) -> str:
-    return find_prefix(open_folder(backbone.folder).tensors)
+def _prefixes(backbone: Backbone) -> dict[str, str]:
+    """What stands in front of the names of tensors; PEFT takes those that a vision-language model has in memory."""
+    if isinstance(backbone.config, VisionLanguageConfig):
+        return {"prefix": "model.language_model.", "outer": "model."}
+    return {"prefix": find_prefix(open_folder(backbone.folder).tensors)}
 
 
-def _plain(backbone: Backbone) -> DecoderConfig:
-    """The decoder's config without the dropout of training, which no config.json of these families has."""
-    return dataclasses.replace(backbone.config, dropout=0.0)
+def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """What the config.json of a vision-language model without a source says of its tokenizer."""
+    names = {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
+    return {field: tokenizer.special_ids[name] for field, name in names.items() if name in tokenizer.special_ids}
+
+
+def _plain(backbone: Backbone) -> DecoderConfig | VisionLanguageConfig:
+    """The model's config without the dropout of training, which no config.json of these families has."""
+    return with_dropout(backbone.config, 0.0)
 
 
 def _verify(trained: Trained, folder: Path, *, adapter: bool) -> Agreement:
@@ -194,7 +219,7 @@ def _verify(trained: Trained, folder: Path, *, adapter: bool) -> Agreement:
     if adapter:
         adapters, frozen = split_trainable(trained.parameters)
         read, scale = load_adapter(
-            folder, adapters, num_layers=trained.backbone.config.num_layers, prefix=_prefix(trained.backbone)
+            folder, adapters, num_layers=trained.backbone.config.num_layers, **_prefixes(trained.backbone)
         )
         theirs = _model(dataclasses.replace(trained, scale=scale), join_parameters(read, frozen))
         written = "float32"
@@ -206,13 +231,8 @@ def _verify(trained: Trained, folder: Path, *, adapter: bool) -> Agreement:
 
 
 def _model(trained: Trained, parameters: Mapping[str, Any]) -> nnx.Module:
-    config, scale = trained.config, trained.scale
-
-    def make() -> nnx.Module:
-        model = Decoder(_plain(trained.backbone), rngs=nnx.Rngs(0), scan_layers=config.scan_layers)
-        if scale is not None:
-            targets = [name.strip() for name in config.lora_targets.split(",") if name.strip()]
-            add_lora(model, rank=config.lora_rank, alpha=scale * config.lora_rank, targets=targets, rngs=nnx.Rngs(0))
-        return model
-
-    return nnx.merge(nnx.split(nnx.eval_shape(make))[0], parameters)
+    config = dataclasses.replace(trained.config, dtype="float32")
+    if trained.scale is not None:
+        config = dataclasses.replace(config, lora_alpha=trained.scale * config.lora_rank)
+    model = nnx.eval_shape(lambda: make_untrained(config, _plain(trained.backbone)))
+    return nnx.merge(nnx.split(model)[0], parameters)

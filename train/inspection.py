@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from smmd_jax import NumericKernel, numeric_vocab_from_tokenizer
+from smmd_jax.backbones.image_rows import ImageRows
 from smmd_jax.errors import TokenizerError
 from train.assembly import make_kernel
 from train.backbone import make_backbone
@@ -66,10 +67,17 @@ def inspect(config: TrainConfig, *, examples: int = 3, check_overlap: bool = Fal
     """
     task, backbone = TASKS[config.task], make_backbone(config)
     tokenizer, source = backbone.tokenizer, open_split(config, task.train_split)
-    encoded = encode_source(source, tokenizer, max_length=_NO_LIMIT, max_dropped_fraction=0.0)
+    encoded = encode_source(
+        source,
+        tokenizer,
+        max_length=_NO_LIMIT,
+        max_dropped_fraction=config.max_dropped_fraction,
+        images=backbone.images,
+    )
     lengths = np.diff(encoded.starts)
-    faults = [*_length_faults(source, lengths, config), *_mask_faults(source, encoded, tokenizer)]
-    sections = {"data": _describe(config, task.train_split, source, [*backbone.notes, *getattr(source, "notes", ())])}
+    faults = [*_length_faults(source, encoded, config), *_mask_faults(source, encoded, tokenizer)]
+    notes = [*backbone.notes, *getattr(source, "notes", ()), *encoded.notes]
+    sections = {"data": _describe(config, task.train_split, source, notes)}
 
     kernel, numeric_ids = None, np.zeros(0, np.int32)
     try:
@@ -85,13 +93,14 @@ def inspect(config: TrainConfig, *, examples: int = 3, check_overlap: bool = Fal
         report = f"{vocab.report}\n{_describe_kernel(kernel)}"
         faults += _numeric_faults(encoded, numeric_ids, config)
     shown = [
-        mark_example(source[index], tokenizer, numeric_ids, width=_COLUMNS)
+        mark_example(source[index], tokenizer, numeric_ids, width=_COLUMNS, images=backbone.images)
         for index in range(min(examples, len(source)))
     ]
     sections |= {f"examples ({MARKS_LEGEND})": "\n\n".join(shown)} if shown else {}
     sections |= {
         "lengths": _describe_lengths(lengths, config.max_length),
         "tokens": _describe_tokens(encoded, numeric_ids),
+        **({"images": _describe_images(encoded, backbone.images)} if encoded.has_images else {}),
         "numeric vocabulary": report,
         "coverage of digits": coverage_table(encoded, tokenizer.backend, answers_of(source)),
         "questions": _describe_questions(source),
@@ -136,13 +145,15 @@ def answers_of(source: Source) -> Iterator[str]:
         yield example.answer
 
 
-def _length_faults(source: Source, lengths: np.ndarray, config: TrainConfig) -> list[str]:
+def _length_faults(source: Source, encoded: EncodedExamples, config: TrainConfig) -> list[str]:
+    lengths = np.diff(encoded.starts)
     long = np.flatnonzero(lengths > config.max_length)
     if len(long) <= config.max_dropped_fraction * len(lengths) and len(long) < len(lengths):
         return []
+    keys = _keys(source, encoded.source_index[long])
     return [
         f"examples that are too long: {len(long):,} of {len(lengths):,} need more than max_length={config.max_length} "
-        f"positions (for example {_keys(source, long)}) and would be left out, more than the "
+        f"positions (for example {keys}) and would be left out, more than the "
         f"{config.max_dropped_fraction:.1%} that may be; max_length={lengths.max()} keeps all of them."
     ]
 
@@ -153,7 +164,11 @@ def _mask_faults(source: Source, encoded: EncodedExamples, tokenizer: Tokenizer)
     targets = encoded.targets[encoded.target_mask]
     places = np.append(0, np.cumsum(supervised))
     is_other = np.zeros(len(encoded), bool)
-    for index, ids in enumerate(_answer_ids(source, tokenizer)):
+    # Examples whose image cannot be read are not among the encoded ones.
+    numbers = {place: index for index, place in enumerate(encoded.source_index.tolist())}
+    for place, ids in enumerate(_answer_ids(source, tokenizer)):
+        if (index := numbers.get(place)) is None:
+            continue
         is_other[index] = targets[places[index] : places[index + 1]].tolist() != [*ids, tokenizer.eos_id]
     # An answer without tokens leaves nothing but the end to learn.
     is_empty = supervised - encoded.target_mask[encoded.starts[1:] - 1] < 1
@@ -163,7 +178,7 @@ def _mask_faults(source: Source, encoded: EncodedExamples, tokenizer: Tokenizer)
         (is_other & ~is_empty, "the targets are not the answer and the end of the sequence"),
     ]:
         if bad.any():
-            rows = np.flatnonzero(bad)
+            rows = encoded.source_index[np.flatnonzero(bad)]
             faults.append(
                 f"wrong mask: in {len(rows):,} of {len(bad):,} examples {words} (for example {_keys(source, rows)}): "
                 "see that every example has an answer and that the tokenizer has tokens for it."
@@ -219,6 +234,19 @@ def _describe_tokens(encoded: EncodedExamples, numeric_ids: np.ndarray) -> str:
         f"{statistics.positions:,} positions; {statistics.supervised_tokens:,} supervised "
         f"({statistics.supervised_per_example:.2f} an example), {statistics.numeric_tokens:,} of them numeric targets "
         f"({statistics.numeric_per_example:.2f} an example)"
+    )
+
+
+def _describe_images(encoded: EncodedExamples, images: ImageRows) -> str:
+    sizes = encoded.image_sizes[encoded.image_sizes.any(1)]
+    kinds, rows = np.unique(sizes, axis=0, return_counts=True)
+    tokens = [len(images.run(*size)) for size in kinds.tolist()]
+    rooms = np.unique(images.rooms(sizes)).tolist()
+    low, high = sizes.min(0), sizes.max(0)
+    return (
+        f"{len(sizes):,} of {len(encoded):,} examples have one, of {len(kinds):,} sizes: {low[1]} x {low[0]} to "
+        f"{high[1]} x {high[0]} pixels, {min(tokens)} to {max(tokens)} tokens, mean "
+        f"{np.average(tokens, weights=rows):.1f}; the step is compiled for {len(rooms)} lengths of them"
     )
 
 

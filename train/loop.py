@@ -14,7 +14,7 @@ import numpy as np
 from train.assembly import Run, assemble
 from train.checkpoint import Checkpoints
 from train.config import TrainConfig, check_run_folder, differences, save_config
-from train.data import check_fingerprint
+from train.data import Batch, check_fingerprint
 from train.environment import installed_versions, write_environment
 from train.exits import NonFiniteError, StoppedError, StopSignals, UsageError
 from train.log import EVALS, METRICS, PREDICTIONS, read_jsonl, write_jsonl
@@ -140,6 +140,7 @@ class _Loop:
         self._in_flight: _InFlight | None = None
         self._input_wait = 0.0
         self.steps_without_numbers = 0
+        self._programs: dict[tuple[tuple[int, ...], ...], jax.stages.Compiled] = {}
 
     def go(self, state: TrainState, start: int) -> None:
         """Run the steps that are left; the metrics of a step are read while the next one runs."""
@@ -147,8 +148,7 @@ class _Loop:
         position = self.run.batches.get_state()
         self._evaluate_if_due(state, start, position)
         if start < self.config.steps:
-            with self.records.progress.pause("compile"):
-                compiled = self.run.lower_step().compile()
+            self._compiled(self.run.batches.blank())
             frozen = self.run.frozen
         for step in range(start + 1, self.config.steps + 1):
             if self._must_stop():
@@ -157,7 +157,7 @@ class _Loop:
             batch = self.run.place(next(self.run.batches))
             self._input_wait += time.monotonic() - began
             position = self.run.batches.get_state()
-            state, metrics = compiled(state, batch, self.run.kernel, frozen)
+            state, metrics = self._compiled(batch)(state, batch, self.run.kernel, frozen)
             self._finish()
             self._in_flight = _InFlight(
                 step=step, metrics=metrics, epoch=self.run.batches.epoch, examples=self.run.batches.examples
@@ -174,6 +174,14 @@ class _Loop:
         """Whether a signal came, to whichever process: all of them stop at the same place."""
         self.watchdog.progress()
         return self._any_process(self.stop.received is not None)
+
+    def _compiled(self, batch: Batch) -> jax.stages.Compiled:
+        """The program for the shapes of a batch; those of images differ by their room."""
+        shapes = tuple(leaf.shape[1:] for leaf in jax.tree.leaves(batch))
+        if shapes not in self._programs:
+            with self.records.progress.pause("compile"):
+                self._programs[shapes] = self.run.lower_step(batch).compile()
+        return self._programs[shapes]
 
     def _is_last(self, step: int) -> bool:
         return step == self.config.steps

@@ -10,7 +10,7 @@ from train.exits import run_guarded
 from train.optimizer import OPTIMIZERS, SCHEDULES
 from train.tasks import TASKS
 
-BACKBONES = ("tiny", "smollm2-135m")
+BACKBONES = ("tiny", "tiny-vlm", "smollm2-135m")
 
 TABLES = {
     "task": TASKS,

@@ -5,8 +5,11 @@ import time
 import numpy as np
 from jaxtyping import Int
 
+from smmd_jax.backbones.image_rows import ImageRows
 from train.assembly import Run
 from train.encode import encode
+from train.image_files import ImageError
+from train.pictures import image_run
 from train.progress import format_seconds
 from train.tasks.base import Example
 from train.tokenizer import Tokenizer
@@ -28,7 +31,8 @@ def header(run: Run, *, resuming: bool, prepare_seconds: float | None = None) ->
     weight = "" if run.objective.is_plain else f" (weight {run.objective.weight:g}, {run.objective.spec.join})"
     lines = [
         f"task       {config.task}: {statistics.examples:,} training examples"
-        + (f", {statistics.dropped:,} too long and left out" if statistics.dropped else ""),
+        + (f", {statistics.dropped:,} too long and left out" if statistics.dropped else "")
+        + (f", {statistics.unread:,} with unreadable images and left out" if statistics.unread else ""),
         f"tokens     per example: {statistics.mean_length:.1f}, of them {statistics.supervised_per_example:.2f} "
         f"supervised and {statistics.numeric_per_example:.2f} numeric",
         f"backbone   {config.backbone}: {run.parameter_count:,} parameters"
@@ -54,20 +58,31 @@ def _devices(run: Run) -> str:
 def show_examples(run: Run, count: int = 3) -> str:
     """Show the first training examples, decoded, with a mark under the role of every token."""
     source, numbers = run.source(run.task.train_split), np.asarray(run.kernel.token_ids)
-    shown = [mark_example(source[index], run.tokenizer, numbers) for index in range(min(count, len(source)))]
+    shown = [
+        mark_example(source[index], run.tokenizer, numbers, images=run.images)
+        for index in range(min(count, len(source)))
+    ]
     return "\n".join([f"examples ({MARKS_LEGEND})", *shown])
 
 
 def mark_example(
-    example: Example, tokenizer: Tokenizer, numeric_ids: Int[np.ndarray, "N"], *, width: int | None = None
+    example: Example,
+    tokenizer: Tokenizer,
+    numeric_ids: Int[np.ndarray, "N"],
+    *,
+    width: int | None = None,
+    images: ImageRows | None = None,
 ) -> str:
     """Show one example: a line of its tokens, decoded, and below it a line with the mark of each one's role.
+
+    Of an image its size and tokens stand above, and of equal tokens in a row the first with their number.
 
     Args:
       example: what is encoded.
       tokenizer: encodes it.
       numeric_ids: token ids of the numeric vocabulary.
       width: columns after which another pair of lines begins; None: never.
+      images: how the backbone reads images; None: it reads text alone.
 
     Example:
       >>> from train.tokenizer import make_task_tokenizer
@@ -75,15 +90,24 @@ def mark_example(
       2 ·+· 3 \\n 5 <eos>
       . p   p p  N a
     """
-    ids, supervised = encode(example, tokenizer)
+    try:
+        size, run = image_run(example, images)
+        ids, supervised = encode(example, tokenizer, images)
+    except ImageError as error:
+        return f"{error} It is left out."
     numbers = set(numeric_ids.tolist())
     special_names = {token: name for name, token in tokenizer.special_ids.items()}
-    pieces = []
+    pieces: list[tuple[str, str]] = []
+    image_id, repeats = None if images is None else images.config.image_token_id, 0
     for place, (token, is_answer) in enumerate(zip(ids.tolist(), supervised.tolist(), strict=True)):
         role = "ignored" if place == 0 else "prompt"
         if is_answer:
             role = "number" if token in numbers else "answer"
         text = special_names.get(token) or tokenizer.decode([token])
+        repeats = repeats + 1 if token == image_id else 0
+        if repeats > 1:
+            pieces[-1] = (f"{text}x{repeats}", pieces[-1][1])
+            continue
         pieces.append((text.replace("\n", "\\n").replace(" ", "\u00b7"), MARKS[role]))
     lines: list[list[str]] = []
     used = 0
@@ -95,7 +119,8 @@ def mark_example(
         lines[-2].append(text.ljust(column))
         lines[-1].append(mark.ljust(column))
         used += column + 1
-    return "\n".join(" ".join(line).rstrip() for line in lines)
+    above = [] if example.image is None else [f"image of {size[1]} x {size[0]} pixels, {len(run)} tokens"]
+    return "\n".join([*above, *(" ".join(line).rstrip() for line in lines)])
 
 
 def describe_step(run: Run) -> str:

@@ -1,12 +1,14 @@
 """Prompts of an evaluation split, in batches of a few fixed shapes."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int
 
-from train.encode import check_is_text
+from smmd_jax.backbones.image_rows import ImageRows
 from train.exits import DataError
+from train.pictures import image_run, read_picture
 from train.tasks.base import Example, Source
 from train.tokenizer import Tokenizer
 
@@ -21,20 +23,40 @@ class PromptBatch:
       input_ids: [B, P] int32.
       attention_mask: [B, P] bool, false on padding.
       examples: the real examples, first rows first; rows beyond them repeat the last one to keep the shape.
+      rows: how the backbone reads their images; None: they have none.
+      room: of the images, see `ImageRows.rooms`.
     """
 
     input_ids: Int[np.ndarray, "B P"]
     attention_mask: Bool[np.ndarray, "B P"]
     examples: tuple[Example, ...]
+    rows: ImageRows | None = None
+    room: int = 0
+
+    def vision(self) -> dict[str, Any]:
+        """Prepare the images; returns what a model and `train.generate.generate` take for them, {} without images."""
+        if self.rows is None:
+            return {}
+        prepared = [self.rows.prepare(read_picture(example)) for example in self.examples]
+        prepared += [prepared[-1]] * (len(self.input_ids) - len(prepared))
+        images, positions = self.rows.lay_out(self.input_ids, self.attention_mask, prepared, room=self.room)
+        return {"images": images} | ({} if positions is None else {"positions": np.moveaxis(positions, 1, 0)})
 
 
 def make_prompt_batches(
-    source: Source, tokenizer: Tokenizer, *, batch_size: int, examples: int | None = None, max_length: int | None = None
+    source: Source,
+    tokenizer: Tokenizer,
+    *,
+    batch_size: int,
+    examples: int | None = None,
+    max_length: int | None = None,
+    images: ImageRows | None = None,
 ) -> list[PromptBatch]:
     """Encode the prompts of a source's first examples for generation.
 
     Widths are 16, 32, 64, ... and `max_length`: a prompt goes to the smallest that holds it, so few shapes are
-    compiled, and only the last batch of a width has spare rows.
+    compiled, and only the last batch of a width has spare rows. Images are prepared batch by batch, when they are
+    needed; prompts whose images need different room, or that have none, are in different batches.
 
     Args:
       source: random access to examples.
@@ -42,13 +64,14 @@ def make_prompt_batches(
       batch_size: rows of every batch.
       examples: how many; None takes all.
       max_length: the longest prompt, in tokens, that the model can take; None sets no limit.
+      images: how the backbone reads images; None: it reads text alone.
 
     Returns:
       The batches, narrow ones first; within a width in the order of the source.
 
     Raises:
-      DataError: an image, an empty prompt, or one longer than `max_length`: evaluation leaves nothing out and cuts
-        nothing.
+      DataError: an image that cannot be read or has nobody to read it, an empty prompt, or one longer than
+        `max_length`: evaluation leaves nothing out and cuts nothing.
       ValueError: `examples` or `batch_size` below 1, or more examples than the source has.
     """
     count = len(source) if examples is None else examples
@@ -58,18 +81,23 @@ def make_prompt_batches(
             f"{len(source)} examples."
         )
     chosen = [source[index] for index in range(count)]
-    for example in chosen:
-        check_is_text(example)
-    by_width: dict[int, list[tuple[Example, list[int]]]] = {}
-    for example, ids in zip(chosen, tokenizer.encode_prompts([example.prompt for example in chosen]), strict=True):
+    sizes, runs = zip(*(image_run(example, images) for example in chosen), strict=True)
+    rooms = [0] * count if images is None else images.rooms(np.array(sizes)).tolist()
+    encoded = tokenizer.encode_prompts([example.prompt for example in chosen], runs)
+    by_shape: dict[tuple[int, int], list[tuple[Example, list[int]]]] = {}
+    for example, ids, room in zip(chosen, encoded, rooms, strict=True):
         if not ids or (max_length is not None and len(ids) > max_length):
             raise DataError(f"Example {example.key} has a prompt of {len(ids)} tokens; 1 to {max_length} are possible.")
         width = max(_SMALLEST_WIDTH, 1 << (len(ids) - 1).bit_length())
         width = width if max_length is None else min(width, max_length)
-        by_width.setdefault(width, []).append((example, ids))
+        by_shape.setdefault((width, room), []).append((example, ids))
     return [
-        _prompt_batch(pairs[first : first + batch_size], batch_size, width, tokenizer.pad_id)
-        for width, pairs in sorted(by_width.items())
+        dataclasses.replace(
+            _prompt_batch(pairs[first : first + batch_size], batch_size, width, tokenizer.pad_id),
+            rows=images if room else None,
+            room=room,
+        )
+        for (width, room), pairs in sorted(by_shape.items())
         for first in range(0, len(pairs), batch_size)
     ]
 

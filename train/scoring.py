@@ -61,6 +61,7 @@ def answer_tokens(
             max_new_tokens=max_new_tokens,
             eos_ids=tokenizer.eos_ids,
             pad_id=tokenizer.pad_id,
+            **batch.vision(),
             **sampling,
         )
     )

@@ -80,8 +80,14 @@ def make_step(
 
     def hidden_of(parameters: Any, frozen: Any, batch: Batch, key: Array) -> tuple[nnx.Module, Array]:
         model = nnx.merge(graphdef, join_parameters(parameters, frozen))
+        # Models take the three axes of a position first, batches the rows.
+        positions = batch.positions if batch.positions.ndim == 2 else jnp.moveaxis(batch.positions, 1, 0)
         return model, model.hidden(
-            batch.input_ids, positions=batch.positions, segment_ids=batch.segment_ids, rngs=nnx.Rngs(key)
+            batch.input_ids,
+            positions=positions,
+            segment_ids=batch.segment_ids,
+            images=batch.images,
+            rngs=nnx.Rngs(key),
         )
 
     def over_micro_batches(function: Callable[[Batch, Array], Any], batch: Batch, key: Array) -> Any:

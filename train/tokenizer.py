@@ -136,15 +136,32 @@ class Tokenizer:
         """Token ids of a prompt: `prefix_ids` and the text, or with `chat` the text as the user's message."""
         return self.encode_prompts([text])[0]
 
-    def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_prompts(
+        self, texts: Sequence[str], runs: Sequence[Sequence[str]] | None = None
+    ) -> list[list[int]]:
         """Token ids of many prompts.
 
+        Args:
+          texts: one a prompt.
+          runs: per prompt the special tokens that its image is, which come before its text; empty: no image.
+
         Raises:
-          TokenizerError: the chat template cannot be applied.
+          TokenizerError: the chat template cannot be applied or does not write the image, or an unknown token.
         """
-        if not self.chat:
-            return [[*self.prefix_ids, *ids] for ids in self.encode_batch(texts)]
-        return [self._encode_chat(text) for text in texts]
+        runs = [()] * len(texts) if runs is None else runs
+        if self.chat:
+            return [self._encode_chat(text, self.ids_of(run)) for text, run in zip(texts, runs, strict=True)]
+        pairs = zip(self.encode_batch(texts), runs, strict=True)
+        return [[*self.prefix_ids, *self.ids_of(run), *ids] for ids, run in pairs]
+
+    def ids_of(self, names: Sequence[str]) -> list[int]:
+        """Ids of special tokens by their names.
+
+        Raises:
+          TokenizerError: one that the vocabulary lacks.
+        """
+        known = {name: self._special_id(name) for name in dict.fromkeys(names)}
+        return [known[name] for name in names]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; special tokens are left out, bytes that are not UTF-8 become the replacement character."""
@@ -185,12 +202,18 @@ class Tokenizer:
         missing = tuple(byte for letter, byte in byte_level_alphabet().items() if letter not in vocabulary)
         return missing if isinstance(self.backend.decoder, decoders.ByteLevel) else ()
 
-    def _encode_chat(self, message: str) -> list[int]:
-        pieces = render_chat(self.chat_template, message, specials=self.special_ids, variables=self.template_tokens)
+    def _encode_chat(self, message: str, run: Sequence[int] = ()) -> list[int]:
+        pieces = render_chat(
+            self.chat_template,
+            message,
+            specials=self.special_ids,
+            variables=self.template_tokens,
+            image=bool(run),
+        )
         ids: list[int] = []
         for index, piece in enumerate(pieces):
             ids += [self.special_ids[piece]] if index % 2 else self.encode(piece)
-        return ids
+        return _with_run(ids, run) if run else ids
 
     def _special_id(self, token: str) -> int:
         token_id = self.backend.token_to_id(token)
@@ -199,11 +222,11 @@ class Tokenizer:
         return token_id
 
 
-def make_task_tokenizer() -> Tokenizer:
-    """Build the digit-level tokenizer of the tiny backbone: bytes, single digits, and one token per template phrase.
+def make_task_tokenizer(more: Sequence[str] = ()) -> Tokenizer:
+    """Build the digit-level tokenizer of the tiny backbones: bytes, single digits, and one token per template phrase.
 
     Any text survives encoding and decoding. A digit is always a token of its own, whatever stands beside it. Ids: the
-    ten digits, the other 246 bytes, the merged phrases, ``<eos>``, ``<pad>``.
+    ten digits, the other 246 bytes, the merged phrases, ``<eos>``, ``<pad>``, and the further special tokens `more`.
 
     Example:
       >>> tokenizer = make_task_tokenizer()
@@ -220,9 +243,20 @@ def make_task_tokenizer() -> Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    specials = [AddedToken(token, special=True, normalized=False) for token in (END_OF_SEQUENCE, PADDING)]
+    specials = [AddedToken(token, special=True, normalized=False) for token in (END_OF_SEQUENCE, PADDING, *more)]
     backend.add_special_tokens(specials)
     return Tokenizer(backend)
+
+
+def _with_run(ids: list[int], run: Sequence[int]) -> list[int]:
+    """Put the tokens of an image in the place of those that the chat template writes for one."""
+    places = [place for place, token in enumerate(ids) if token in set(run)]
+    if not places or places[-1] - places[0] + 1 != len(places):
+        raise TokenizerError(
+            f"the chat template writes {len(places)} special tokens of an image, wanted those of one: choose the "
+            "template of a model with vision."
+        )
+    return [*ids[: places[0]], *run, *ids[places[-1] + 1 :]]
 
 
 def tokenizer_file(path: Path) -> Path:
