@@ -6,6 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from smmd_jax.backbones import load_pretrained
 from tests import pictures
@@ -136,7 +137,8 @@ def test_an_image_that_changed_is_noticed(backbone):
 
 
 def test_answers_do_not_depend_on_the_batch(backbone):
-    model = run_of().model(run_of().make_state().parameters)
+    run = run_of()
+    model = run.model(run.make_state().parameters)
     source = Squares(9, sizes=((24, 24), (20, 40)))
     found = []
     for size in (1, 4):
@@ -146,7 +148,7 @@ def test_answers_do_not_depend_on_the_batch(backbone):
     assert found[0] == found[1] and len(found[0]) == 9
 
 
-def test_the_gradient_does_not_depend_on_micro_batches(tmp_path):
+def test_the_gradient_does_not_depend_on_micro_batches():
     steps = []
     for flags in ((), ("--grad_accum=2",)):
         run = run_of("--loss=smmd", *flags)
@@ -156,7 +158,13 @@ def test_the_gradient_does_not_depend_on_micro_batches(tmp_path):
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
-@pytest.mark.parametrize("flags", [(), ("--lora_rank=2", "--vision=lora")], ids=["all", "adapters"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param((), id="all"),
+        pytest.param(("--lora_rank=2", "--vision=lora"), id="adapters", marks=pytest.mark.slow),
+    ],
+)
 def test_eight_devices_equal_one(flags):
     found = []
     for mesh in ("", "data:2,fsdp:2,tensor:2"):
@@ -204,23 +212,15 @@ def test_flags_that_cannot_be_meant_are_refused():
     assert any("--vision has no effect: backbone=tiny reads text alone" in note for note in notes)
 
 
-def test_a_run_learns_evaluates_and_goes_on_exactly(tmp_path):
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
-    flags = [*FLAGS, "--learning_rate=0.01", "--dropout=0.1"]
-    captured(train_here, straight, tmp_path, *flags)
-    captured(train_here, broken, tmp_path, *flags, "--steps=3")
-    captured(train_here, broken, tmp_path, *flags)
-    rows = rows_of(straight)
-    assert rows[-1]["loss"] < rows[0]["loss"] and rows_of(straight, "eval.jsonl")[-1]["n"] == 8
-    # The schedule of the first three steps ended there, so only what it has no part in can be compared exactly.
-    assert [row["epoch"] for row in rows_of(broken)] == [row["epoch"] for row in rows]
-    constant = [*flags, "--schedule=constant"]
-    for folder, parts in (("a", (6,)), ("b", (3, 6))):
+def test_a_run_learns_and_goes_on_exactly(tmp_path):
+    flags = [*FLAGS, "--learning_rate=0.01", "--dropout=0.1", "--schedule=constant", "--warmup_steps=0"]
+    for name, parts in (("straight", (6,)), ("stopped", (3, 6))):
         for steps in parts:
-            captured(train_here, tmp_path / folder, tmp_path, *constant, f"--steps={steps}", "--warmup_steps=0")
-    assert numbers_of(tmp_path / "a") == numbers_of(tmp_path / "b")
-    states = [state_of(tmp_path / name, tmp_path, *constant, "--warmup_steps=0") for name in "ab"]
-    assert same_state(*states)
+            captured(train_here, tmp_path / name, tmp_path, *flags, f"--steps={steps}")
+    rows = rows_of(tmp_path / "straight")
+    assert rows[-1]["loss"] < rows[0]["loss"] and rows_of(tmp_path / "straight", "eval.jsonl")[-1]["n"] == 8
+    assert numbers_of(tmp_path / "straight") == numbers_of(tmp_path / "stopped")
+    assert same_state(*(state_of(tmp_path / name, tmp_path, *flags) for name in ("straight", "stopped")))
 
 
 @pytest.mark.slow
@@ -275,8 +275,6 @@ def test_folders_of_every_family_train_evaluate_and_export(tmp_path, family):
 
 
 def _tower(model):
-    from flax import nnx
-
     return nnx.to_pure_dict(nnx.state(model.tower))
 
 

@@ -120,7 +120,9 @@ class Run:
     def lower_step(self, batch: Batch | None = None) -> jax.stages.Lowered:
         """Lower the step for the shapes of a batch; None: the largest of this run."""
         rows, batch = batch_sharding(self.mesh), self.batches.blank() if batch is None else batch
-        like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=rows), batch)
+        # Every process has its own rows of the batch, and the step sees all of them.
+        shape = lambda leaf: (self.config.batch_size, *leaf.shape[1:])
+        like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(shape(leaf), leaf.dtype, sharding=rows), batch)
         return self.program.lower(like, self.kernel)
 
 
