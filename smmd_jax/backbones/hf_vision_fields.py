@@ -48,10 +48,8 @@ def vision_fields(config: VisionLanguageConfig) -> dict[str, Any]:
         },
         "image_token_id": config.image_token_id,
         "tie_word_embeddings": config.tied,
-        # Special ids belong to a tokenizer; left out, they would be those of the family's released models.
-        "video_token_id": None,
-        "vision_start_token_id": None,
-        "vision_end_token_id": None,
+        # Special ids belong to a tokenizer; left out, they would be those of the family's released models. Those around
+        # an image and a video cannot be null: the caller gives them, see `save_parameters`.
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
