@@ -40,12 +40,13 @@ def on_one_device(name, **options):
 
 
 CASES = [
-    pytest.param(name, mesh, marks=[] if (name, mesh) == ("gemma3_text", MESHES[-1]) else [pytest.mark.slow])
+    (name, mesh)
     for name in NAMES
     for mesh in (MESHES if name in ("tiny", "gemma3_text") else MESHES[-1:])
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), CASES, ids=str)
 def test_a_step_with_everything_on_is_that_of_one_device(name, mesh):
     """Against dense logits, one batch, and layers that keep everything, which is what one device does by default."""
