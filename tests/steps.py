@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -19,30 +20,44 @@ from train.objective import make_objective
 from train.partition import batch_sharding, make_mesh, optimizer_shardings, replicated
 from train.step import TrainState, init_state, make_step
 
-SGD = optax.sgd(1.0)
+# Its state is the gradient and its update nothing: differences of parameters would lose the last digits.
+RECORD = optax.GradientTransformation(
+    init=lambda parameters: jax.tree.map(jnp.zeros_like, parameters),
+    update=lambda gradient, state, parameters: (jax.tree.map(jnp.zeros_like, gradient), gradient),
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Stepped:
     """What one step made: gradients (trained parameters), metrics, the new state on its devices, the program."""
 
-    gradient: dict
+    gradient: dict | None
     metrics: dict
     state: TrainState
     program: jax.stages.Compiled
 
 
 def take_step(
-    config, batch, *, mesh=None, loss="smmd", logits="dense", grad_accum=1, optimizer=SGD, lora_rank=0, seed=0, **model
+    config,
+    batch,
+    *,
+    mesh=None,
+    loss="smmd",
+    logits="dense",
+    grad_accum=1,
+    optimizer=RECORD,
+    lora_rank=0,
+    seed=0,
+    **model,
 ):
-    """Take one step from the same parameters, whatever the mesh; with the default optimizer the change is the gradient.
+    """Take one step from the same parameters, whatever the mesh; the gradient is kept by the default optimizer.
 
     `model`: scan_layers, remat, dtype of the decoder. Parameters are drawn with random norms and biases.
     """
     mesh = make_mesh(mesh or {})
 
     def build():
-        made = BACKBONES[config.model_type](config, rngs=nnx.Rngs(seed), **model)
+        made = BACKBONES[config.model_type](config, rngs=nnx.Rngs(seed), rows=batch_sharding(mesh), **model)
         return add_lora(made, rank=lora_rank, rngs=nnx.Rngs(seed)) if lora_rank else made
 
     graphdef, like = nnx.split(nnx.eval_shape(build))
@@ -65,7 +80,7 @@ def take_step(
     )
     program = jax.jit(step, out_shardings=(state_shardings, everywhere)).lower(*operands).compile()
     new, metrics = program(*operands)
-    gradient = jax.tree.map(lambda old, new: np.asarray(old) - np.asarray(new), trained, new.parameters)
+    gradient = jax.device_get(new.optimizer) if optimizer is RECORD else None
     return Stepped(gradient, jax.device_get(metrics), new, program)
 
 

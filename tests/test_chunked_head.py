@@ -209,8 +209,10 @@ def test_the_gradient_of_the_head_is_reduced_once_and_logits_never_move(mesh):
 def test_whole_steps_are_those_of_the_dense_form(loss):
     batch = one_a_row()
     wanted = take_step(CONFIG, batch, loss=loss)
-    assert_same_step(take_step(CONFIG, batch, loss=loss, logits="chunked", grad_accum=2), wanted, rtol=2e-6)
-    assert_same_step(take_step(CONFIG, batch, loss=loss, logits="chunked", mesh=EIGHT), wanted, rtol=2e-6)
+    # Float32 sums in another order, through two layers; the ratio of ntil adds the rounding of two more sums.
+    rtol = 5e-6
+    assert_same_step(take_step(CONFIG, batch, loss=loss, logits="chunked", grad_accum=2), wanted, rtol=rtol)
+    assert_same_step(take_step(CONFIG, batch, loss=loss, logits="chunked", mesh=EIGHT), wanted, rtol=rtol)
 
 
 @pytest.mark.slow

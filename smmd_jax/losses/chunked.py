@@ -273,7 +273,8 @@ def _scan_chunks(spec, chunk, hidden, head, targets, kernel, weights, masks, gra
         scores = _logits(hidden, columns) if on_columns else logits
 
         def ce_sum(logits):
-            values = cross_entropy_loss(logits, targets, mask=ce_mask)
+            # As above: dead rows of hidden are zeros, and a mask over the logits would take passes of its own.
+            values = jnp.where(ce_mask, cross_entropy_loss(logits, jnp.where(ce_mask, targets, 0)), 0.0)
             return jnp.sum(ce_weights * values), values
 
         def numeric_sum(scores):
