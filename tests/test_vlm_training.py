@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -294,3 +296,22 @@ def test_a_chat_template_writes_the_image(tmp_path):
     inside = ids.tolist()[ids.tolist().index(pad) - 1 :][: len(run)]
     assert inside == tokenizer.ids_of(run) and ids.tolist().count(pad) == run.count("<|image_pad|>")
     assert tokenizer.decode(ids[:8]).startswith("<|user|>")
+
+
+@pytest.mark.slow
+@pytest.mark.realdata
+@pytest.mark.parametrize("family", PREPROCESSORS)
+def test_real_charts_pass_through_every_processor(tmp_path, family):
+    folder = Path(os.environ.get("SMMD_DATA_DIR", "")) / "chartqa_sample"
+    if not folder.is_dir():
+        pytest.skip("no SMMD_DATA_DIR with chartqa_sample")
+    source = TASKS["chartqa"].make_source(
+        "test", data_dir=str(folder), variant="published", prepare_in=str(tmp_path / "cache")
+    )
+    backbone = make_backbone(
+        TrainConfig(task="chartqa", backbone=str(make_folder(family, tmp_path / family)), max_length=64)
+    )
+    prompts = make_prompt_batches(source, backbone.tokenizer, batch_size=8, images=backbone.images)
+    model = load_pretrained(backbone.folder)
+    answers = answer_prompts(model, backbone.tokenizer, prompts, max_new_tokens=2)
+    assert len(answers) == len(source) > 0

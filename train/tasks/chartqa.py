@@ -166,6 +166,7 @@ CHARTQA = Task(
     defaults=MappingProxyType(
         {
             "backbone": "tiny-vlm",
+            "image_size": 96,
             "max_length": 128,
             "batch_size": 32,
             "steps": 2000,
@@ -175,6 +176,20 @@ CHARTQA = Task(
             "eval_every": 500,
             "eval_examples": 600,
             "checkpoint_every": 500,
+        }
+    ),
+    pretrained_defaults=MappingProxyType(
+        {
+            "image_size": None,  # as its files say
+            "max_length": 1024,
+            "batch_size": 8,
+            "steps": 300,
+            "optimizer": "adamw",
+            "learning_rate": 1e-5,
+            "log_every": 10,
+            "eval_every": 100,
+            "eval_examples": 200,
+            "checkpoint_every": 100,
         }
     ),
     make_source=make_source,

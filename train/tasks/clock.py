@@ -181,15 +181,29 @@ CLOCK = Task(
     defaults=MappingProxyType(
         {
             "backbone": "tiny-vlm",
-            "max_length": 64,
+            # An image of nine features with its two marks, the prompt and the longest time take 21 positions.
+            "max_length": 24,
             "batch_size": 64,
-            "steps": 2000,
+            "steps": 1000,
             "optimizer": "muon",
             "learning_rate": 2e-3,
             "log_every": 20,
-            "eval_every": 500,
+            "eval_every": 250,
             "eval_examples": 720,
-            "checkpoint_every": 500,
+            "checkpoint_every": 250,
+        }
+    ),
+    pretrained_defaults=MappingProxyType(
+        {
+            "max_length": 512,
+            "batch_size": 8,
+            "steps": 300,
+            "optimizer": "adamw",
+            "learning_rate": 1e-5,
+            "log_every": 10,
+            "eval_every": 100,
+            "eval_examples": 200,
+            "checkpoint_every": 100,
         }
     ),
     make_source=make_source,
