@@ -1,76 +1,67 @@
-"""`python -m benchmarks.decode`: greedy generation beside transformers.generate, the same random weights in both.
+"""Greedy generation beside transformers.generate: the same random weights and prompts in both, turn by turn."""
 
-A decoder of SmolLM2-135M's shape, float32, 8 prompts of 64 tokens and 64 new ones; the two take turns in one process.
-Needs the parity extra.
-"""
-
-import argparse
-import os
+import dataclasses
 import tempfile
 from pathlib import Path
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+from typing import Any
 
 import numpy as np
-import torch
-import transformers
+from flax import nnx
 
-from benchmarks.timing import interleave, summarise, write_result
-from smmd_jax.backbones import PRESETS, load_pretrained
-from smmd_jax.backbones.hf_fields import hf_fields
+from benchmarks.goals import Goal, Measured
+from benchmarks.peers import find_peers, missing_rows, synchronized, torch_device
+from benchmarks.timing import interleave, summarise
+from smmd_jax.backbones import PRESETS, Decoder, save_pretrained
 from train.generate import generate
 
-BATCH, PROMPT, NEW = 8, 64, 64
+PEER, OURS = "transformers.generate", "ours"
+PRESET, BATCH, PROMPT, NEW = "smollm2-135m", 8, 64, 64
+SETTING = f"SmolLM2-135M, float32, {BATCH} prompts of {PROMPT}, {NEW} new tokens"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="timed rounds of both programs")
-    parser.add_argument("--preset", default="smollm2-135m", help="shape of the decoder")
-    parser.add_argument("--json", type=Path, help="write rows, command, machine and versions to this file")
-    options = parser.parse_args()
-    config = PRESETS[options.preset]
-    torch.manual_seed(0)
-    fields = hf_fields(config)
-    reference = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(fields.pop("model_type"), **fields), dtype=torch.float32
-    ).eval()
-    with tempfile.TemporaryDirectory() as folder:
-        reference.save_pretrained(folder)
-        port = load_pretrained(folder)
-    ids = np.random.default_rng(0).integers(3, config.vocab_size, (BATCH, PROMPT))
+def measure(*, quick: bool, rounds: int) -> Measured:
+    """Time the whole generation: prefill and every new token."""
+    config, prompt, new = PRESETS[PRESET], PROMPT, NEW
+    if quick:
+        config, prompt, new = dataclasses.replace(config, num_layers=2, vocab_size=512), 8, 8
+    model = Decoder(config, rngs=nnx.Rngs(0))
+    ids = np.random.default_rng(0).integers(3, config.vocab_size, (BATCH, prompt))
     mask = np.ones_like(ids)
-    theirs = transformers.GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
+    programs = {OURS: lambda: np.asarray(generate(model, ids, attention_mask=mask, max_new_tokens=new))}
+    peers = find_peers("torch", "transformers")
+    if peers is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            save_pretrained(model, Path(folder) / "model")
+            programs[PEER] = _peer(*peers, str(Path(folder) / "model"), ids, new)
+    tokens = [program() for program in programs.values()]
+    times = summarise(interleave(programs, rounds=rounds), PEER if peers is not None else OURS)
+    rows: list[dict[str, Any]] = missing_rows(SETTING, [PEER], "tokens/s") if peers is None else []
+    for name, time in times.items():
+        rows.append(
+            {
+                "setting": SETTING,
+                "program": name,
+                "tokens/s": round(BATCH * new / (1e-3 * time["median_ms"]), 1),
+                "speed": None if peers is None else round(1 / time["ratio"], 3),
+                "speed by minima": None if peers is None else round(1 / time["ratio_of_minima"], 3),
+                "same tokens": None if peers is None else round(float((tokens[0] == tokens[-1]).mean()), 4),
+            }
+        )
+    speed = None if peers is None else 1 / times[OURS]["ratio_of_minima"]
+    return Measured(rows=rows, goals=[Goal("generation: speed to transformers.generate", speed, at_least=1.1)])
 
-    def run_reference() -> np.ndarray:
+
+def _peer(torch: Any, transformers: Any, folder: str, ids: np.ndarray, new: int):
+    device = torch_device(torch)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    theirs = transformers.GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
+    inputs = torch.as_tensor(ids, device=device)
+
+    def call() -> np.ndarray:
         with torch.no_grad():
-            inputs = {"input_ids": torch.as_tensor(ids), "attention_mask": torch.as_tensor(mask)}
-            rows = reference.generate(**inputs, generation_config=theirs)
-        return rows[:, PROMPT:].numpy()
+            rows = model.generate(
+                input_ids=inputs, attention_mask=torch.ones_like(inputs), generation_config=theirs
+            )
+        return rows[:, ids.shape[1] :].cpu().numpy()
 
-    def run_port() -> np.ndarray:
-        return np.asarray(generate(port, ids, attention_mask=mask, max_new_tokens=NEW))
-
-    agreement = float((run_port() == run_reference()).mean())
-    times = summarise(
-        interleave({"transformers.generate": run_reference, "ours": run_port}, rounds=options.rounds),
-        "transformers.generate",
-    )
-    rows = [
-        {
-            "program": name,
-            "tokens/s": BATCH * NEW / (1e-3 * row["median_ms"]),
-            "speed": 1 / row["ratio"],
-            "speed by minima": 1 / row["ratio_of_minima"],
-            "same tokens": agreement,
-        }
-        for name, row in times.items()
-    ]
-    for row in rows:
-        print("  ".join(f"{key} {value:.4g}" if isinstance(value, float) else value for key, value in row.items()))
-    if options.json:
-        write_result(options.json, "benchmarks.decode", rows, ("jax", "jaxlib", "torch", "transformers"))
-
-
-if __name__ == "__main__":
-    main()
+    return synchronized(torch, call)

@@ -1,12 +1,6 @@
-"""`python -m benchmarks.loss_cost`: what the losses cost beside cross entropy, value and gradient, in one process.
+"""What the losses cost beside cross entropy, value and gradient: ratios to optax's cross entropy on the same arrays."""
 
-Ratios are to optax's cross entropy on the same arrays; torch's columns appear where torch and ntloss are installed.
-"""
-
-import argparse
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks.goals import Goal, Measured
 from benchmarks.naive import naive_smmd_loss
-from benchmarks.timing import interleave, summarise, write_result
+from benchmarks.peers import find_peers, missing_rows, synchronized, torch_device
+from benchmarks.timing import interleave, summarise
 from smmd_jax import (
     LOSSES,
     chunked_cross_entropy_and_numeric,
@@ -59,7 +55,27 @@ GOALS = {
     (HIDDEN_SETTING[0], "total in chunks, as a step takes it", "temporaries"): 0.30,
 }
 
+TORCH = ("torch CE", "torch CE + ntloss")
+
 Program = Callable[..., Any]
+
+
+def measure(*, quick: bool, rounds: int) -> Measured:
+    """Measure every setting; `quick` takes a sixteenth of the rows."""
+    measured = Measured(rows=[], goals=[])
+    for setting, (count, width, numbers, dtype, contiguous) in LOGIT_SETTINGS.items():
+        count = count // (16 if quick else 1)
+        kernel = make_kernel(numbers, width, contiguous=contiguous)
+        logits = jnp.asarray(np.random.default_rng(2).normal(size=(count, width)), dtype)
+        operands = (logits, jnp.asarray(draw_targets(kernel, count, width)), kernel)
+        measured += _measure_setting(setting, logit_programs(), operands, 0, rounds)
+    setting, count, depth, width, numbers = HIDDEN_SETTING
+    count, rng = count // (16 if quick else 1), np.random.default_rng(3)
+    kernel = make_kernel(numbers, width, contiguous=True)
+    hidden = jnp.asarray(rng.normal(size=(count, depth)), jnp.float32)
+    head = jnp.asarray(rng.normal(size=(depth, width)) / depth**0.5, jnp.float32)
+    operands = (hidden, head, jnp.asarray(draw_targets(kernel, count, width)), kernel)
+    return measured + _measure_setting(setting, hidden_programs(), operands, (0, 1), rounds)
 
 
 def make_kernel(count: int, width: int, *, contiguous: bool):
@@ -144,7 +160,7 @@ def hidden_programs() -> dict[str, Program]:
     }
 
 
-def measure(setting: str, programs: dict[str, Program], operands: tuple, differentiated, rounds: int) -> list[dict]:
+def _measure_setting(setting: str, programs: dict[str, Program], operands: tuple, differentiated, rounds: int) -> Measured:
     """Compile, time and weigh the programs of one setting; one row each."""
     compiled = {
         name: jax.jit(jax.value_and_grad(program, argnums=differentiated)).lower(*operands).compile()
@@ -154,30 +170,29 @@ def measure(setting: str, programs: dict[str, Program], operands: tuple, differe
     calls = {
         name: (lambda program=program: jax.block_until_ready(program(*operands))) for name, program in compiled.items()
     }
-    calls |= torch_programs(setting, operands)
+    has_peers = setting.startswith("logits, float32")
+    peers = _torch_programs(operands) if has_peers else None
     base = next(iter(programs))
-    times = summarise(interleave(calls, rounds=rounds), base)
-    rows = []
-    for name in calls:
-        temporaries = bytes_of.get(name)
-        row = {
+    times = summarise(interleave(calls | (peers or {}), rounds=rounds), base)
+    rows = [
+        {
             "setting": setting,
             "program": name,
-            "median ms": round(times[name]["median_ms"], 1),
-            "time ratio": round(times[name]["ratio"], 3),
-            "of minima": round(times[name]["ratio_of_minima"], 3),
-            "temporaries MiB": None if temporaries is None else round(temporaries / 2**20, 1),
+            "median ms": round(time["median_ms"], 1),
+            "time ratio": round(time["ratio"], 3),
+            "of minima": round(time["ratio_of_minima"], 3),
+            "temporaries MiB": round(bytes_of[name] / 2**20, 1) if name in bytes_of else None,
         }
-        measured = quantities(name, base, times, bytes_of, operands)
-        goals = {what: goal for (place, program, what), goal in GOALS.items() if (place, program) == (setting, name)}
-        row["goals"] = "; ".join(
-            f"{what} {measured[what]:.2f} of {goal:g}: {'met' if measured[what] <= goal + 0.005 else 'missed'}"
-            for what, goal in goals.items()
-            if what in measured
-        )
-        rows.append(row)
-        print("  ".join(str(value) for value in row.values() if value not in (None, "")), flush=True)
-    return rows
+        for name, time in times.items()
+    ]
+    if has_peers and peers is None:
+        rows += missing_rows(setting, TORCH, "median ms")
+    goals = []
+    for (place, name, what), bound in GOALS.items():
+        if place == setting:
+            found = quantities(name, base, times, bytes_of, operands)
+            goals.append(Goal(f"{name}, {setting}: {what}", found.get(what), at_most=bound))
+    return Measured(rows=rows, goals=goals)
 
 
 def quantities(name: str, base: str, times: dict, bytes_of: dict[str, int], operands: tuple) -> dict[str, float]:
@@ -188,23 +203,18 @@ def quantities(name: str, base: str, times: dict, bytes_of: dict[str, int], oper
         found["SMMD part to naive"] = (least[name] - least["CE"]) / (least["CE + naive SMMD"] - least[base])
         kernel_columns = operands[1].size * operands[-1].token_ids.size * 4
         found["added temporaries / (T N 4 bytes)"] = (bytes_of.get(name, 0) - bytes_of["CE"]) / kernel_columns
-    if "torch CE + ntloss" in least:
-        found["to torch CE + ntloss"] = least[name] / least["torch CE + ntloss"]
+    if TORCH[1] in least:
+        found[f"to {TORCH[1]}"] = least[name] / least[TORCH[1]]
     return found
 
 
-def torch_programs(setting: str, operands: tuple) -> dict[str, Callable[[], Any]]:
+def _torch_programs(operands: tuple) -> dict[str, Callable[[], Any]] | None:
     """Torch's cross entropy and ntloss on the same float32 logits, where both are installed."""
-    if not setting.startswith("logits, float32"):
-        return {}
-    try:
-        import ntloss
-        import torch
-        from tokenizers import Tokenizer, models
-        from transformers import PreTrainedTokenizerFast
-    except ImportError as error:
-        print(f"torch columns left out: {error}", file=sys.stderr)
-        return {}
+    peers = find_peers("torch", "ntloss", "tokenizers", "transformers")
+    if peers is None:
+        return None
+    torch, ntloss, tokenizers, transformers = peers
+    device = torch_device(torch)
     logits, targets, kernel = operands
     width, ids = logits.shape[-1], np.asarray(kernel.token_ids)
     numbers = set(ids.tolist())
@@ -213,48 +223,20 @@ def torch_programs(setting: str, operands: tuple) -> dict[str, Callable[[], Any]
         # "7", "07" and "007" are three tokens of one value
         text = next(text for text in (f"{int(value):0{digits}d}" for digits in (1, 2, 3)) if text not in words)
         words[text] = token
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="word0")), unk_token="word0"
+    words = tokenizers.models.WordLevel(words, unk_token="word0")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(words), unk_token="word0"
     )
     ntl = ntloss.NTLoss(tokenizer, reweigh=False, digit_level=len(ids) == 10)
-    scores = torch.tensor(np.asarray(logits))[None].requires_grad_()
-    labels = torch.tensor(np.asarray(targets), dtype=torch.int64)[None]
+    scores = torch.tensor(np.asarray(logits), device=device)[None].requires_grad_()
+    labels = torch.tensor(np.asarray(targets), dtype=torch.int64, device=device)[None]
 
     def run(loss: Callable[[], Any]) -> Callable[[], None]:
         def call() -> None:
             scores.grad = None
             loss().backward()
 
-        return call
+        return synchronized(torch, call)
 
     ce = lambda: torch.nn.functional.cross_entropy(scores[0], labels[0])
-    return {"torch CE": run(ce), "torch CE + ntloss": run(lambda: ce() + 0.3 * ntl(scores, labels))}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7, help="timed rounds of every program")
-    parser.add_argument("--quick", action="store_true", help="an eighth of the rows and three rounds: a smoke test")
-    parser.add_argument("--json", type=Path, help="write rows, command, machine and versions to this file")
-    options = parser.parse_args()
-    shrink, rounds = (8, 3) if options.quick else (1, options.rounds)
-    rows = []
-    for setting, (count, width, numbers, dtype, contiguous) in LOGIT_SETTINGS.items():
-        count = count // shrink
-        kernel = make_kernel(numbers, width, contiguous=contiguous)
-        logits = jnp.asarray(np.random.default_rng(2).normal(size=(count, width)), dtype)
-        operands = (logits, jnp.asarray(draw_targets(kernel, count, width)), kernel)
-        rows += measure(setting, logit_programs(), operands, 0, rounds)
-    setting, count, depth, width, numbers = HIDDEN_SETTING
-    count, rng = count // shrink, np.random.default_rng(3)
-    kernel = make_kernel(numbers, width, contiguous=True)
-    hidden = jnp.asarray(rng.normal(size=(count, depth)), jnp.float32)
-    head = jnp.asarray(rng.normal(size=(depth, width)) / depth**0.5, jnp.float32)
-    operands = (hidden, head, jnp.asarray(draw_targets(kernel, count, width)), kernel)
-    rows += measure(setting, hidden_programs(), operands, (0, 1), rounds)
-    if options.json:
-        write_result(options.json, "benchmarks.loss_cost", rows, ("jax", "jaxlib", "optax", "numpy", "torch", "ntloss"))
-
-
-if __name__ == "__main__":
-    main()
+    return dict(zip(TORCH, (run(ce), run(lambda: ce() + 0.3 * ntl(scores, labels))), strict=True))

@@ -1,21 +1,23 @@
-"""`python -m benchmarks.report`: write the tables of README.md and docs/results.md from the JSON under docs/results.
+"""`python -m benchmarks.report`: write the tables of README.md and of two pages of docs from the JSON in docs/results.
 
 A page holds `<!-- results: NAME -->` ... `<!-- end of results -->`; what stands between is replaced. `NAME` is a row of
 `BLOCKS`. Which JSON is what is seen from its keys: a comparison has `cells` (`compare.json` of `train.compare`), a
-benchmark has `rows`.
+benchmark has `rows`, the file of a device has `measurements` (of `benchmarks.run`).
 """
 
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.devices import goal_rows
 from train.aggregate import summary_head, summary_rows, to_markdown
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "performance.md")
 
 _BLOCK = re.compile(r"(<!-- results: (?P<name>[a-z-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 _SHORT_COLUMNS = ("loss", "seeds", "accuracy, %", "MAE", "minutes")
@@ -57,18 +59,49 @@ def benchmarks(results: Mapping[str, Result]) -> str:
     for name, result in results.items():
         if "rows" not in result:
             continue
-        heads = list(dict.fromkeys(key for row in result["rows"] for key in row))
-        rows = [[_cell(row.get(head)) for head in heads] for row in result["rows"]]
-        facts = "".join(f"\n{key.capitalize()}: {_cell(result[key])}\n" for key in ("command", "machine", "versions")
-                        if key in result)  # fmt: skip
-        parts.append(f"### {name}\n\n{table(heads, rows)}{facts}")
+        parts.append(f"### {name}\n\n{table_of(result['rows'])}{_facts(result)}")
     return "\n".join(parts) or "No benchmark is committed yet.\n"
+
+
+def goals(results: Mapping[str, Result]) -> str:
+    """Every goal of `benchmarks.run`, with a column for each kind of device."""
+    return table(*goal_rows(_devices(results)))
+
+
+def measurement(results: Mapping[str, Result], name: str) -> str:
+    """One measurement of `benchmarks.run` on every device that has it."""
+    parts = []
+    for device in _devices(results):
+        if name in device["measurements"]:
+            found = device["measurements"][name]
+            facts = {**found, "command": f"`{found['command']}`", "machine": _machine(device)}
+            parts.append(f"{table_of(found['rows'])}{_facts(facts)}")
+    return "\n".join(parts) or "Not measured yet.\n"
+
+
+def _machine(device: Result) -> str:
+    return f"{device['machine']}; {device['device_count']} x {device['device_kind']}"
+
+
+def _devices(results: Mapping[str, Result]) -> list[Result]:
+    found = {name: result for name, result in results.items() if "measurements" in result}
+    for name, device in found.items():
+        if quick := [key for key, part in device["measurements"].items() if part["quick"]]:
+            raise ValueError(f"{name}.json holds quick runs of {', '.join(quick)}, which measure nothing: remove it.")
+    return list(found.values())
+
+
+def _facts(result: Result) -> str:
+    keys = [key for key in ("command", "date", "machine", "versions") if key in result]
+    return "".join(f"\n{key.capitalize()}: {_cell(result[key])}\n" for key in keys)
 
 
 BLOCKS: dict[str, Callable[[Mapping[str, Result]], str]] = {
     "comparisons": comparisons,
     "summary": summary,
     "benchmarks": benchmarks,
+    "goals": goals,
+    **{f"measured-{name}": functools.partial(measurement, name=name) for name in ("loss", "step", "decode", "input")},
 }
 
 
@@ -95,6 +128,12 @@ def render(text: str, results: Mapping[str, Result]) -> str:
         return f"{match[1]}\n{BLOCKS[match['name']](results)}\n{match[3]}"
 
     return _BLOCK.sub(block, text)
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table with a column for every key of the rows."""
+    heads = list(dict.fromkeys(key for row in rows for key in row))
+    return table(heads, [[_cell(row.get(head)) for head in heads] for row in rows])
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -31,24 +31,20 @@ def interleave(programs: Mapping[str, Callable[[], Any]], *, rounds: int) -> dic
 
 
 def summarise(seconds: Mapping[str, list[float]], base: str) -> dict[str, dict[str, float]]:
-    """Median and minimum in milliseconds, and both ratios to a base program."""
-    median = {name: statistics.median(times) for name, times in seconds.items()}
-    least = {name: min(times) for name, times in seconds.items()}
+    """Median and minimum in milliseconds, and two ratios to a base program.
+
+    `ratio` is the median of the ratios within a round: what slows a whole round down drops out. `ratio_of_minima` is
+    that of the least disturbed times.
+    """
     return {
         name: {
-            "median_ms": 1e3 * median[name],
-            "min_ms": 1e3 * least[name],
-            "ratio": median[name] / median[base],
-            "ratio_of_minima": least[name] / least[base],
+            "median_ms": 1e3 * statistics.median(times),
+            "min_ms": 1e3 * min(times),
+            "ratio": statistics.median(one / other for one, other in zip(times, seconds[base], strict=True)),
+            "ratio_of_minima": min(times) / min(seconds[base]),
         }
-        for name in seconds
+        for name, times in seconds.items()
     }
-
-
-def write_result(path: Path, module: str, rows: Sequence[Mapping[str, Any]], packages: Sequence[str]) -> None:
-    """Write the rows of a benchmark with its command, the machine and the versions of the packages (null: absent)."""
-    command = " ".join([f"python -m {module}", *sys.argv[1:]])
-    write_rows(path, command, rows, {name: _version(name) for name in packages})
 
 
 def write_rows(
@@ -65,7 +61,7 @@ def write_rows(
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
