@@ -1,6 +1,5 @@
 """Greedy generation beside transformers.generate: the same random weights and prompts in both, turn by turn."""
 
-import dataclasses
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,9 @@ from flax import nnx
 
 from benchmarks.goals import Goal, Measured
 from benchmarks.peers import find_peers, missing_rows, synchronized, torch_device
+from benchmarks.step import Setting
 from benchmarks.timing import interleave, summarise
-from smmd_jax.backbones import PRESETS, Decoder, save_pretrained
+from smmd_jax.backbones import Decoder, save_pretrained
 from train.generate import generate
 
 PEER, OURS = "transformers.generate", "ours"
@@ -21,9 +21,8 @@ SETTING = f"SmolLM2-135M, float32, {BATCH} prompts of {PROMPT}, {NEW} new tokens
 
 def measure(*, quick: bool, rounds: int) -> Measured:
     """Time the whole generation: prefill and every new token."""
-    config, prompt, new = PRESETS[PRESET], PROMPT, NEW
-    if quick:
-        config, prompt, new = dataclasses.replace(config, num_layers=2, vocab_size=512), 8, 8
+    config = Setting(preset=PRESET, rows=BATCH, length=PROMPT).config(quick=quick)
+    prompt, new = (8, 8) if quick else (PROMPT, NEW)
     model = Decoder(config, rngs=nnx.Rngs(0))
     ids = np.random.default_rng(0).integers(3, config.vocab_size, (BATCH, prompt))
     mask = np.ones_like(ids)
@@ -42,6 +41,7 @@ def measure(*, quick: bool, rounds: int) -> Measured:
                 "setting": SETTING,
                 "program": name,
                 "tokens/s": round(BATCH * new / (1e-3 * time["median_ms"]), 1),
+                "processor ms": round(time["processor_ms"], 1),
                 "speed": None if peers is None else round(1 / time["ratio"], 3),
                 "speed by minima": None if peers is None else round(1 / time["ratio_of_minima"], 3),
                 "same tokens": None if peers is None else round(float((tokens[0] == tokens[-1]).mean()), 4),
@@ -59,9 +59,7 @@ def _peer(torch: Any, transformers: Any, folder: str, ids: np.ndarray, new: int)
 
     def call() -> np.ndarray:
         with torch.no_grad():
-            rows = model.generate(
-                input_ids=inputs, attention_mask=torch.ones_like(inputs), generation_config=theirs
-            )
+            rows = model.generate(input_ids=inputs, attention_mask=torch.ones_like(inputs), generation_config=theirs)
         return rows[:, ids.shape[1] :].cpu().numpy()
 
     return synchronized(torch, call)

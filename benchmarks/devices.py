@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 import platform
 import re
 from collections.abc import Mapping, Sequence
@@ -46,6 +47,7 @@ def write_measured(path: Path, name: str, measured: Measured, *, command: str, q
         "command": command,
         "date": datetime.date.today().isoformat(),
         "quick": quick,
+        "load": [round(load, 1) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None,
         "versions": {"python": platform.python_version(), **{package: version_of(package) for package in PACKAGES}},
         "rows": measured.rows,
         "goals": [goal.to_json() for goal in measured.goals],

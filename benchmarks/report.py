@@ -74,13 +74,14 @@ def measurement(results: Mapping[str, Result], name: str) -> str:
     for device in _devices(results):
         if name in device["measurements"]:
             found = device["measurements"][name]
-            facts = {**found, "command": f"`{found['command']}`", "machine": _machine(device)}
+            facts = {**found, "command": f"`{found['command']}`", "machine": _machine(device, found)}
             parts.append(f"{table_of(found['rows'])}{_facts(facts)}")
     return "\n".join(parts) or "Not measured yet.\n"
 
 
-def _machine(device: Result) -> str:
-    return f"{device['machine']}; {device['device_count']} x {device['device_kind']}"
+def _machine(device: Result, found: Result) -> str:
+    load = "" if found["load"] is None else f"; load average over the last minutes {found['load'][1]:g}"
+    return f"{device['machine']}; {device['device_count']} x {device['device_kind']}{load}"
 
 
 def _devices(results: Mapping[str, Result]) -> list[Result]:

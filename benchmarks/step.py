@@ -38,7 +38,9 @@ class Setting:
         config = PRESETS[self.preset]
         if not quick:
             return config
-        return dataclasses.replace(config, num_layers=2, vocab_size=min(config.vocab_size, 512))
+        return dataclasses.replace(
+            config, num_layers=1, hidden_size=64, intermediate_size=128, vocab_size=min(config.vocab_size, 512)
+        )
 
 
 # The default run of arith, and a pretrained model of the same task with short rows.
@@ -81,6 +83,7 @@ def _measure_setting(name: str, setting: Setting, config: DecoderConfig, rounds:
                 "setting": name,
                 "program": program,
                 "median ms": round(time["median_ms"], 1),
+                "processor ms": round(time["processor_ms"], 1),
                 "tokens/s": round(1e3 * tokens / time["median_ms"], 1),
                 "speed": None if peers is None else round(1 / time["ratio"], 3),
                 "temporaries MiB": round(compiled[program] / 2**20, 1) if program in compiled else None,

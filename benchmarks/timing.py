@@ -5,51 +5,58 @@ import json
 import os
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 
-def interleave(programs: Mapping[str, Callable[[], Any]], *, rounds: int) -> dict[str, list[float]]:
-    """Time each program once a round, after one warm-up each; returns seconds by name.
+class Times(NamedTuple):
+    """Seconds of every round: on the clock, and of all processors together."""
 
-    The machine may be shared: only ratios within one call mean anything, and the minimum is the least disturbed.
+    wall: list[float]
+    processor: list[float]
+
+
+def interleave(programs: Mapping[str, Callable[[], Any]], *, rounds: int) -> dict[str, Times]:
+    """Time each program once a round, after one warm-up each.
+
+    The machine may be shared: only ratios within one call mean anything, the minimum is the least disturbed, and the
+    processors' time hardly depends on what else runs (but for programs whose threads spin while they wait).
     """
     for program in programs.values():
         program()
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    times = {name: Times([], []) for name in programs}
     for number in range(rounds):
         for name in list(programs)[:: -1 if number % 2 else 1]:
-            began = time.perf_counter()
+            began, busy = time.perf_counter(), time.process_time()
             programs[name]()
-            seconds[name].append(time.perf_counter() - began)
-    return seconds
+            times[name].wall.append(time.perf_counter() - began)
+            times[name].processor.append(time.process_time() - busy)
+    return times
 
 
-def summarise(seconds: Mapping[str, list[float]], base: str) -> dict[str, dict[str, float]]:
-    """Median and minimum in milliseconds, and two ratios to a base program.
+def summarise(times: Mapping[str, Times], base: str) -> dict[str, dict[str, float]]:
+    """Median and minimum in milliseconds, the median of the processors' time, and two ratios to a base program.
 
     `ratio` is the median of the ratios within a round: what slows a whole round down drops out. `ratio_of_minima` is
     that of the least disturbed times.
     """
     return {
         name: {
-            "median_ms": 1e3 * statistics.median(times),
-            "min_ms": 1e3 * min(times),
-            "ratio": statistics.median(one / other for one, other in zip(times, seconds[base], strict=True)),
-            "ratio_of_minima": min(times) / min(seconds[base]),
+            "median_ms": 1e3 * statistics.median(wall),
+            "min_ms": 1e3 * min(wall),
+            "processor_ms": 1e3 * statistics.median(processor),
+            "ratio": statistics.median(one / other for one, other in zip(wall, times[base].wall, strict=True)),
+            "ratio_of_minima": min(wall) / min(times[base].wall),
         }
-        for name, times in seconds.items()
+        for name, (wall, processor) in times.items()
     }
 
 
-def write_rows(
-    path: Path, command: str, rows: Sequence[Mapping[str, Any]], versions: Mapping[str, str | None]
-) -> None:
+def write_rows(path: Path, command: str, rows: Sequence[Mapping[str, Any]], versions: Mapping[str, str | None]) -> None:
     """Write rows that `benchmarks.report` makes a table of."""
     result = {
         "command": command,

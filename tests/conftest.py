@@ -1,7 +1,8 @@
 """Settings of the test run: eight simulated CPU devices, a private compilation cache, reproducible hypothesis."""
 
 import os
-from pathlib import Path
+
+from train.compilation_cache import MIN_COMPILE_SECONDS, private_cache_folder
 
 # Before jax is imported: it reads both only once. An outer setting wins.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -9,25 +10,12 @@ if "--xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
 
-def _private_cache_folder() -> Path | None:
-    """A folder only this user can write: whoever writes there decides what machine code the tests run."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "smmd_jax" / "xla"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid != os.getuid():
-            return None
-        folder.chmod(0o700)
-    except OSError:
-        return None
-    return folder
-
-
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ and (_folder := _private_cache_folder()):
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ and (_folder := private_cache_folder()):
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_folder)
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", str(MIN_COMPILE_SECONDS))
 
-import hypothesis  # noqa: E402
-import pytest  # noqa: E402
+import hypothesis
+import pytest
 
 # Compilation makes the first example slow, hence no deadline; derandomised, so that a red run stays red.
 hypothesis.settings.register_profile("smmd_jax", deadline=None, derandomize=True, max_examples=50)

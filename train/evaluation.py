@@ -117,8 +117,10 @@ def evaluate(flags: EvaluateFlags) -> tuple[Path | None, dict[str, Any]]:
 
         subject = GradedFile(flags)
     else:
+        from train.compilation_cache import use_compilation_cache
         from train.evaluated_model import EvaluatedModel
 
+        use_compilation_cache()
         subject = EvaluatedModel(flags)
     folder = Path(flags.out) if flags.out else Path(flags.workdir) / FOLDER if flags.workdir else None
     stem = folder / subject.name if folder else None

@@ -13,6 +13,7 @@ import numpy as np
 
 from train.assembly import Run, assemble
 from train.checkpoint import Checkpoints
+from train.compilation_cache import use_compilation_cache
 from train.config import TrainConfig, check_run_folder, differences, save_config
 from train.data import Batch, check_fingerprint
 from train.environment import installed_versions, write_environment
@@ -54,6 +55,7 @@ def train(config: TrainConfig, argv: Sequence[str]) -> None:
         peer_timeout=config.peer_timeout,
     )
     _check_platform(config)
+    use_compilation_cache()
     resuming = check_run_folder(config)
     # The first run of a task makes its data, and a backbone may have to be converted.
     _announce("preparing data and model ...")

@@ -32,7 +32,9 @@ class FeedForward(nnx.Module):
         self.down_proj = linear(inner, width, std * (2 * config.num_layers) ** -0.5)
 
     def __call__(self, flat: Float[Array, "tokens D"]) -> Float[Array, "tokens D"]:
-        return self.down_proj(_GATES[self.activation](self.gate_proj(flat)) * self.up_proj(flat))
+        # The sigmoid of the gate is computed again on the way back: kept, it is one more [tokens, F] array a layer.
+        gated = jax.checkpoint(lambda gate, up: _GATES[self.activation](gate) * up)
+        return self.down_proj(gated(self.gate_proj(flat), self.up_proj(flat)))
 
 
 class DecoderLayer(nnx.Module):
