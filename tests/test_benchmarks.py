@@ -1,6 +1,8 @@
 """The benchmarks: they run at tiny size, say what is not installed, and file what they found by device."""
 
 import json
+import os
+import subprocess
 import sys
 
 import jax
@@ -11,7 +13,7 @@ from benchmarks.devices import UNMEASURED, goal_rows, write_measured
 from benchmarks.goals import Goal, Measured
 from benchmarks.report import BLOCKS, render
 from benchmarks.timing import Times, summarise
-from tests.runs import shrink
+from tests.runs import ROOT, shrink
 
 
 def test_ratios_are_medians_within_a_round_so_that_a_slow_round_drops_out():
@@ -136,3 +138,25 @@ def test_the_page_shows_each_measurement_with_its_command_and_refuses_quick_ones
     write_measured(path, "step", MEASURED, command="python -m benchmarks.run --quick", quick=True)
     with pytest.raises(ValueError, match="quick runs of step"):
         render(page, {"device": json.loads(path.read_text())})
+
+
+def device_script(*arguments, **variables):
+    environment = {**os.environ, "PYTHON": sys.executable, **variables}
+    command = ["bash", str(ROOT / "benchmarks" / "device.sh"), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+
+
+@pytest.mark.slow
+def test_the_device_script_runs_here_at_tiny_size(tmp_path):
+    done = device_script("cpu", "--quick", OUT=str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = json.loads((tmp_path / "device_cpu.json").read_text())
+    assert set(written["measurements"]) == {"step", "loss", "decode"}
+    assert "3 passed" in done.stdout and f"results: {tmp_path / 'device_cpu.json'}" in done.stdout
+
+
+def test_the_device_script_refuses_another_platform_before_any_work(tmp_path):
+    done = device_script("tpu", "--quick", OUT=str(tmp_path))
+    assert done.returncode != 0 and "tpu" in done.stderr and not list(tmp_path.iterdir())
+    assert "=== tests" not in done.stdout
+    assert device_script().returncode == 2

@@ -8,6 +8,10 @@ import jupytext
 import nbclient
 import nbformat
 import pytest
+from flax import nnx
+
+from smmd_jax.backbones import Decoder, DecoderConfig, load_pretrained, save_pretrained
+from train.tokenizer import make_task_tokenizer
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "colab").glob("*.py"))
@@ -22,8 +26,8 @@ def read(source):
     return nbformat.read(source.with_suffix(".ipynb"), as_version=4)
 
 
-def test_there_is_a_notebook():
-    assert "smmd_quickstart" in [path.stem for path in SOURCES]
+def test_the_notebooks_are_found():
+    assert {"smmd_quickstart", "finetune_tpu"} == {path.stem for path in SOURCES}
 
 
 @notebooks
@@ -58,19 +62,60 @@ def test_the_notebook_has_one_cell_of_parameters(source):
     assert all(isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) for node in body)
 
 
-@pytest.mark.slow
-@notebooks
-def test_the_notebook_runs_from_top_to_bottom(source, tmp_path, monkeypatch):
+def executed(source, tmp_path, monkeypatch, **parameters):
+    """Run a notebook with other parameters; gives its printed text and its pictures."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     notebook = read(source)
-    (parameters,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
-    parameters.source += f"\nSTEPS = 2\nBATCH_SIZE = 2\nEVAL_EXAMPLES = 4\nWORKDIR = {str(tmp_path / 'run')!r}"
-    client = nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}})
-    client.execute()
+    (cell,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
+    known = {node.targets[0].id for node in ast.parse(cell.source).body}
+    assert parameters.keys() <= known
+    cell.source += "".join(f"\n{name} = {value!r}" for name, value in parameters.items())
+    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    text = "".join(output.get("text", "") for output in outputs)
+    assert not [output for output in outputs if output.output_type == "error"]
+    images = [output for output in outputs if "image/png" in output.get("data", {})]
+    return "".join(output.get("text", "") for output in outputs), images
+
+
+TINY = {"STEPS": 2, "BATCH_SIZE": 2, "EVAL_EXAMPLES": 4}
+
+
+@pytest.mark.slow
+def test_the_quick_start_runs_from_top_to_bottom(tmp_path, monkeypatch):
+    text, images = executed(
+        ROOT / "colab" / "smmd_quickstart.py", tmp_path, monkeypatch, WORKDIR=str(tmp_path / "run"), **TINY
+    )
     assert "10 numeric of 12 tokens" in text and "SMMD on the two text tokens: [0. 0.]" in text
     assert "last logged step 2" in text
-    images = [output for output in outputs if "image/png" in output.get("data", {})]
     assert len(images) >= 3 + 2  # drawn here, and from the run folder
-    assert not [output for output in outputs if output.output_type == "error"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 2], ids=["all parameters", "adapters"])
+def test_fine_tuning_runs_from_a_folder_of_weights_to_one(rank, tmp_path, monkeypatch):
+    tokenizer = make_task_tokenizer()
+    config = DecoderConfig(
+        model_type="qwen2", vocab_size=tokenizer.vocab_size, hidden_size=16, intermediate_size=32, num_layers=2,
+        num_heads=2, num_kv_heads=1, qkv_bias=True,
+    )  # fmt: skip
+    save_pretrained(Decoder(config, rngs=nnx.Rngs(0)), tmp_path / "weights")
+    tokenizer.save(tmp_path / "weights")
+    text, images = executed(
+        ROOT / "colab" / "finetune_tpu.py", tmp_path, monkeypatch,
+        PLATFORM="cpu", WEIGHTS=str(tmp_path / "weights"), LORA_RANK=rank, WORKDIR=str(tmp_path / "run"),
+        OUT=str(tmp_path / "out"), **TINY,
+    )  # fmt: skip
+    assert "last logged step 2" in text and "verified: " in text and len(images) >= 2
+    assert load_pretrained(tmp_path / "out").config == config
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+def test_fine_tuning_stops_on_another_platform_before_any_work(tmp_path, monkeypatch):
+    with pytest.raises(nbclient.exceptions.CellExecutionError, match="PLATFORM is 'tpu' and jax runs on 'cpu'"):
+        executed(ROOT / "colab" / "finetune_tpu.py", tmp_path, monkeypatch)
+
+
+def test_installing_leaves_the_jax_of_the_runtime_alone():
+    for source in SOURCES:
+        text = source.read_text(encoding="utf-8")
+        assert '("jax", "jaxlib", "numpy")' in text and '"-c", "constraints.txt"' in text and "[train]" in text
