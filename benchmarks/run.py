@@ -11,7 +11,7 @@ makes docs/performance.md of them.
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,21 +36,27 @@ MEASUREMENTS = {
 }
 
 
-def main() -> None:
+def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the command line; a mistake prints the usage and exits with 2."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(MEASUREMENTS), help="measurements, commas between (default: all)")
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds of every program (default: 7)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes and two rounds")
     parser.add_argument("--json", type=Path, help="file of results (default: runs/benchmarks/KIND.json)")
-    options = parser.parse_args()
-    names = options.only.split(",")
-    if unknown := [name for name in names if name not in MEASUREMENTS]:
+    options = parser.parse_args(arguments)
+    options.names = options.only.split(",")
+    if unknown := [name for name in options.names if name not in MEASUREMENTS]:
         parser.error(f"--only={options.only}: {', '.join(unknown)} is not known; wanted {', '.join(MEASUREMENTS)}")
     if options.rounds < 1:
         parser.error(f"--rounds={options.rounds}: wanted at least 1")
+    return options
+
+
+def main(arguments: Sequence[str]) -> None:
+    options = parse_options(arguments)
     path = options.json or default_path()
-    command = " ".join(["python -m benchmarks.run", *sys.argv[1:]])
-    for name in names:
+    command = " ".join(["python -m benchmarks.run", *arguments])
+    for name in options.names:
         function, title = MEASUREMENTS[name]
         print(f"\n{name}: {title}\n", flush=True)
         measured = function(quick=options.quick, rounds=2 if options.quick else options.rounds)
@@ -62,4 +68,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

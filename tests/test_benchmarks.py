@@ -52,8 +52,7 @@ def without_peers(monkeypatch, *modules):
 def test_a_quick_run_prints_the_tables_and_says_what_is_not_installed(tmp_path, monkeypatch, capsys):
     without_peers(monkeypatch, step, decode)
     path = tmp_path / "here.json"
-    monkeypatch.setattr(sys, "argv", ["run", "--quick", "--only=step,decode", f"--json={path}"])
-    run.main()
+    run.main(["--quick", "--only=step,decode", f"--json={path}"])
     text = capsys.readouterr().out
     assert "| transformers, CE | not installed |" in text and "| ours, CE + SMMD |" in text
     assert "| step, tiny, 16 rows of 128: speed to transformers | at least 0.6 | not measured |" in text
@@ -89,10 +88,9 @@ def test_our_step_and_that_of_transformers_start_from_the_same_loss_and_generate
     assert [row["same tokens"] for row in measured.rows if row.get("same tokens") is not None] == [1.0, 1.0]
 
 
-def test_an_unknown_measurement_is_refused_with_the_known_ones(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["run", "--only=speed"])
+def test_an_unknown_measurement_is_refused_with_the_known_ones(capsys):
     with pytest.raises(SystemExit) as stop:
-        run.main()
+        run.main(["--only=speed"])
     assert stop.value.code == 2
     assert "wanted loss, step, decode, input" in capsys.readouterr().err
 

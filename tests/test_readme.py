@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.report import BLOCKS, PAGES, read_results, render
+from benchmarks.run import parse_options
 from smmd_jax import KERNELS, LOSSES
 from train import inspect_data
 from train.compare import USAGE, make_flags
@@ -141,6 +142,8 @@ def check_command(module, flags):
         parse_flags(inspect_data.make_flags(), [module, *flags], tables=TABLES, usage=USAGE)
     elif module == "train.evaluate":
         EvaluateFlags(**parse_flags(EvaluateFlags, [module, *flags], tables={}, usage=USAGE))
+    elif module == "benchmarks.run":
+        parse_options(flags)
     else:
         assert module == "benchmarks.report", f"no check is known for {module}"
 
