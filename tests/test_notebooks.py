@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 from pathlib import Path
 
 import jupytext
@@ -11,6 +12,9 @@ import pytest
 from flax import nnx
 
 from smmd_jax.backbones import Decoder, DecoderConfig, load_pretrained, save_pretrained
+from train.flags import parse_flags
+from train.plan import TABLES
+from train.plan_config import PlanConfig, complete
 from train.tokenizer import make_task_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -119,3 +123,18 @@ def test_installing_leaves_the_jax_of_the_runtime_alone():
     for source in SOURCES:
         text = source.read_text(encoding="utf-8")
         assert '("jax", "jaxlib", "numpy")' in text and '"-c", "constraints.txt"' in text and "[train]" in text
+
+
+def test_the_memory_claim_of_fine_tuning_is_planned_with_its_own_parameters():
+    text = (ROOT / "colab" / "finetune_tpu.py").read_text(encoding="utf-8")
+    plans = re.findall(r"python -m (train\.plan .*)", text)
+    assert len(plans) == 2
+    batch_size, max_length = (
+        int(re.search(rf"^{name} = (\d+)", text, re.M)[1]) for name in ("BATCH_SIZE", "MAX_LENGTH")
+    )
+    for plan in plans:
+        config = complete(parse_flags(PlanConfig, plan.split(), tables=TABLES, usage=""))
+        assert (config.topology, config.batch_size, config.max_length) == ("v5e:1x1", batch_size, max_length)
+        # What the cell for a TPU passes is what a plan assumes.
+        assert (config.dtype, config.scan_layers, config.remat) == ("bfloat16", True, "full")
+    assert 'flags = ["--dtype=bfloat16", "--scan_layers", "--remat=full"]' in text
