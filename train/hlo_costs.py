@@ -26,6 +26,8 @@ FREE = {
     "partition-id", "replica-id", "add-dependency", "opt-barrier", "optimization-barrier", "domain",
 }  # fmt: skip
 _SLICES = ("dynamic-slice", "slice", "gather")
+# What changes a part of its first operand in place -> which operand is the part.
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 
 
 class Collective(NamedTuple):
@@ -221,11 +223,15 @@ def traffic_of(program: Program, instruction: Instruction, computation: Computat
     operands = [computation.instructions[name] for name in instruction.operands if name in computation.instructions]
     if opcode == "fusion":
         inner = program.computations[instruction.called["calls"]]
-        return _fusion_reads(inner, operands) + _fusion_writes(inner, instruction)
+        return _fusion_reads(program, inner, operands) + _fusion_writes(program, inner, instruction)
     if opcode in _SLICES:
         return 2.0 * _hbm(instruction.arrays)
-    if opcode == "dynamic-update-slice":
-        return 2.0 * _hbm(operands[1].arrays)
+    if opcode in _UPDATES:
+        return 2.0 * _hbm(operands[_UPDATES[opcode]].arrays)
+    if opcode == "slice-start":
+        # (operand, slice, context): of the operand the slice is read.
+        source, part = instruction.arrays[0], instruction.arrays[1]
+        return float(part.bytes * (source.is_in_hbm + part.is_in_hbm))
     if opcode.endswith("-start"):
         # (operands, results, context): each operand is read, each result written, the context is a word.
         return float(_hbm(instruction.arrays))
@@ -236,7 +242,7 @@ def _hbm(arrays: Iterable[ArrayShape]) -> int:
     return sum(each.bytes for each in arrays if each.is_in_hbm)
 
 
-def _fusion_reads(inner: Computation, operands: list[Instruction]) -> float:
+def _fusion_reads(program: Program, inner: Computation, operands: list[Instruction]) -> float:
     parameters = [each for each in inner.instructions.values() if each.opcode == "parameter"]
     total = 0.0
     for parameter in parameters:
@@ -244,28 +250,34 @@ def _fusion_reads(inner: Computation, operands: list[Instruction]) -> float:
         operand = operands[number] if number < len(operands) else parameter
         if not _hbm(operand.arrays):
             continue
-        parts = [_read_by(user, parameter.name, inner) for user in inner.users(parameter.name)]
+        parts = [_read_by(program, user, parameter.name, inner) for user in inner.users(parameter.name)]
         whole = float(_hbm(operand.arrays))
         total += whole if any(part is None for part in parts) else min(whole, float(sum(parts)))
     return total
 
 
-def _read_by(user: Instruction, name: str, inner: Computation) -> int | None:
+def _read_by(program: Program, user: Instruction, name: str, inner: Computation) -> int | None:
     """Bytes that an instruction inside a fusion reads of an array; None: all of it."""
     if user.opcode in _SLICES and user.operands[0] == name:
         return 0 if name in user.operands[1:] else sum(each.bytes for each in user.arrays)
-    if user.opcode == "dynamic-update-slice" and user.operands[0] == name:
+    if user.opcode in _UPDATES and user.operands[0] == name:
         return 0
+    if user.opcode == "fusion":
+        nested = program.computations[user.called["calls"]]
+        names = [each.name for each in nested.instructions.values()
+                 if each.opcode == "parameter" and user.operands[int(each.literal)] == name]  # fmt: skip
+        parts = [_read_by(program, other, own, nested) for own in names for other in nested.users(own)]
+        return None if any(part is None for part in parts) else sum(parts)
     # Handed on as it is, and what a collective moves is counted once for all of its pieces.
     if user.opcode == "tuple" or _kind_of(user):
         return 0
     if user.opcode == "bitcast":
-        parts = [_read_by(other, user.name, inner) for other in inner.users(user.name)]
+        parts = [_read_by(program, other, user.name, inner) for other in inner.users(user.name)]
         return None if any(part is None for part in parts) or not parts else sum(parts)
     return None
 
 
-def _fusion_writes(inner: Computation, instruction: Instruction) -> float:
+def _fusion_writes(program: Program, inner: Computation, instruction: Instruction) -> float:
     roots = [inner.root]
     if inner.root.opcode == "tuple":
         roots = [inner.instructions[name] for name in inner.root.operands]
@@ -273,15 +285,27 @@ def _fusion_writes(inner: Computation, instruction: Instruction) -> float:
     for root, array in zip(roots, instruction.arrays, strict=False):
         if not array.is_in_hbm:
             continue
-        while root.opcode == "bitcast" and root.operands:
-            root = inner.instructions[root.operands[0]]
+        root, home = _maker(program, root, inner)
         if root.opcode == "parameter" or _kind_of(root):
             continue
-        if root.opcode == "dynamic-update-slice":
-            total += inner.instructions[root.operands[1]].arrays[0].bytes
+        if root.opcode in _UPDATES:
+            # The part is read and written; what it is part of stays where it is.
+            total += 2 * home.instructions[root.operands[_UPDATES[root.opcode]]].arrays[0].bytes
         else:
             total += array.bytes
     return total
+
+
+def _maker(program: Program, root: Instruction, home: Computation) -> tuple[Instruction, Computation]:
+    """The instruction that makes the result of a fusion, through bitcasts and fusions inside it."""
+    while True:
+        if root.opcode == "bitcast" and root.operands:
+            root = home.instructions[root.operands[0]]
+        elif root.opcode == "fusion":
+            home = program.computations[root.called["calls"]]
+            root = home.root
+        else:
+            return root, home
 
 
 def _kind_of(instruction: Instruction) -> str | None:

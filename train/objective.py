@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from smmd_jax import LOSSES, LossSpec, cross_entropy_loss, numeric_mask
+from smmd_jax.losses.compacted import is_worth_compacting, losses_at_numbers
 from smmd_jax.operands import live_rows, match_targets
 from train.chunked_head import chunked_losses
 from train.data import Batch
@@ -131,6 +132,11 @@ class Objective:
         if self.spec.columns is None:
             losses = self.spec.function(logits, batch.targets, kernel, mask=batch.target_mask, **options)
         else:
+            if self.spec.needs == "position" and is_worth_compacting(batch.targets.shape, kernel):
+                columns = model.numeric_columns(kernel)
+                return losses_at_numbers(
+                    self.spec.columns, hidden, columns, batch.targets, kernel, batch.target_mask
+                )
             # From the hidden states: a gather from the logits scatters into a second [T, V] array on the way back.
             match = match_targets(batch.targets, kernel.token_ids, batch.target_mask)
             scores = model.numeric_logits(hidden, kernel)

@@ -35,6 +35,9 @@ class PlanConfig:
     grad_accum: int = flag_field("Micro-batches that one optimizer step is computed in", 1, at_least=1)
     optimizer: str = flag_field("Rule that turns gradients into updates", "adamw")
     loss: str = flag_field("Numeric loss that joins the cross-entropy", "smmd")
+    logits: Literal["", "dense", "chunked"] = flag_field(
+        "Logits of all positions at once, or of a chunk at a time; empty: as train.main chooses", ""
+    )
     numeric_tokens: int = flag_field("Tokens that are numbers; 0: as many as the family's tokenizer has", 0, at_least=0)
     lora_rank: int = flag_field("Rank of trained adapters beside frozen parameters; 0: all are trained", 0, at_least=0)
     lora_targets: str = flag_field("Matrices with adapters, commas between", TrainConfig.lora_targets)

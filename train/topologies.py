@@ -38,6 +38,8 @@ CHIPS = {
 # libtpu would ask the cloud's metadata server what this machine is, and complain where there is none.
 _OFFLINE = {
     "TPU_SKIP_MDS_QUERY": "1",
+    # Compiling needs no TPU that another process could hold.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "TPU_MIN_LOG_LEVEL": "3",
@@ -81,7 +83,9 @@ class Topology:
         except Exception as error:
             if not has_libtpu():
                 raise UsageError(NO_LIBTPU) from error
-            reason = str(error).splitlines()[0]
+            if "INVALID_ARGUMENT" not in str(error):
+                raise
+            reason = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ").rstrip(".")
             raise UsageError(
                 f"topology={self.name}: the TPU compiler knows no such slice ({reason}); try another SHAPE, as in "
                 f"{FORM}."

@@ -234,7 +234,7 @@ class Decoder(nnx.Module):
         return self._project(hidden, self.stored_head)
 
     def numeric_logits(self, hidden: Float[Array, "*batch D"], kernel) -> Float[Array, "*batch N"]:
-        """Return float32 logits of the numeric tokens only: hidden @ head[:, kernel.token_ids].
+        """Return float32 logits of the numeric tokens only: hidden @ numeric_columns(kernel).
 
         Args:
             hidden: [..., D].
@@ -243,6 +243,14 @@ class Decoder(nnx.Module):
         Raises:
             ValueError: the numeric vocabulary was made for a head wider than this one.
         """
+        return self._project(hidden, self.numeric_columns(kernel))
+
+    def numeric_columns(self, kernel) -> Float[Array, "D N"]:
+        """Return the head's columns of the numeric tokens, in their order and in the dtype they are stored in.
+
+        Raises:
+            ValueError: as `numeric_logits`.
+        """
         needed = getattr(kernel, "vocab", kernel).min_vocab_size
         if needed > self.config.vocab_size:
             raise ValueError(
@@ -250,10 +258,8 @@ class Decoder(nnx.Module):
                 "make the numeric vocabulary from this model's tokenizer"
             )
         if self.lm_head is None:  # rows of the embedding lie together in memory, columns of its transpose do not
-            columns = self.embed_tokens.embedding[kernel.token_ids].T
-        else:
-            columns = self.lm_head.kernel[:, kernel.token_ids]
-        return self._project(hidden, columns)
+            return self.embed_tokens.embedding[kernel.token_ids].T
+        return self.lm_head.kernel[:, kernel.token_ids]
 
     def _project(self, hidden: Float[Array, "*batch D"], columns: Float[Array, "D some"]) -> Array:
         flat = hidden.reshape(-1, hidden.shape[-1]).astype(self.dtype)

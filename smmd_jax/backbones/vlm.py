@@ -105,6 +105,10 @@ class VisionLanguageModel(nnx.Module):
         """Return float32 logits of the numeric tokens only; see `Decoder.numeric_logits`."""
         return self.language_model.numeric_logits(hidden, kernel)
 
+    def numeric_columns(self, kernel) -> Float[Array, "D N"]:
+        """Return the head's columns of the numeric tokens; see `Decoder.numeric_columns`."""
+        return self.language_model.numeric_columns(kernel)
+
     def __call__(self, input_ids: Int[ArrayLike, "B T"], **options) -> Float[Array, "B T V"]:
         """Return float32 logits [B, T, V]; the arguments are those of `hidden`."""
         return self.logits(self.hidden(input_ids, **options))

@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from smmd_jax.kernels import NumericKernel
+from smmd_jax.losses.compacted import is_worth_compacting, losses_at_numbers
 from smmd_jax.losses.cross_entropy import cross_entropy_loss
 from smmd_jax.losses.table import LossSpec, find_loss
 from smmd_jax.operands import (
@@ -198,6 +199,8 @@ def chunked_loss_and_gradients(
     chunk = _chunk_size(name, chunk, rows, head.shape[1])
     head = head.astype(hidden.dtype)
     together = {"both": _Gradients.TOGETHER, "hidden": _Gradients.HIDDEN, "none": _Gradients.NONE}[gradients]
+    if loss is not None and loss.columns is not None and is_worth_compacting(targets.shape, kernel):
+        return _with_numbers_apart(loss, chunk, hidden, head, targets, kernel, weights, mask, together)
     (ce_sum, numeric_sum), values, found = _scan_chunks(
         loss, chunk, hidden, head, targets, kernel, weights, (mask, mask), together
     )
@@ -210,6 +213,26 @@ def chunked_loss_and_gradients(
     if len(by_head) == 1:
         return losses, (by_hidden, by_head[0])
     return losses, (by_hidden, by_head[0].at[:, kernel.token_ids].add(by_head[1], unique_indices=True))
+
+
+def _with_numbers_apart(loss, chunk, hidden, head, targets, kernel, weights, mask, gradients):
+    """Cross entropy in chunks; the numeric loss at the numeric rows, which are few, after them."""
+    (ce_sum, _), (ce, _), found = _scan_chunks(
+        None, chunk, hidden, head, targets, kernel, weights, (mask, mask), gradients
+    )
+    at_numbers = lambda hidden, columns: losses_at_numbers(loss.columns, hidden, columns, targets, kernel, mask)
+    columns, weight = head[:, kernel.token_ids], weights[1]
+    if found is None:
+        numeric = at_numbers(hidden, columns)
+        return (ce_sum + jnp.sum(weight * numeric), ce, numeric), None
+    numeric, pull = jax.vjp(at_numbers, hidden, columns)
+    by_hidden, by_columns = pull(weight)
+    by_hidden = (found[0][0].astype(jnp.float32) + by_hidden.astype(jnp.float32)).astype(hidden.dtype)
+    by_head = None
+    if gradients == _Gradients.TOGETHER:
+        by_columns = by_columns.astype(jnp.float32)
+        by_head = found[1][0].at[:, kernel.token_ids].add(by_columns, unique_indices=True)
+    return (ce_sum + jnp.sum(weight * numeric), ce, numeric), (by_hidden, by_head)
 
 
 class _Gradients(enum.Enum):
