@@ -218,3 +218,8 @@ def zeros_varying_like(shape: tuple[int, ...], *operands: Array) -> Float[Array,
         corner = operand[(slice(0, 1),) * operand.ndim]
         zero = jnp.where(False, jnp.sum(corner).astype(jnp.float32), zero)
     return jnp.broadcast_to(zero, shape)
+
+def summed_like(operand, cotangent):
+    """Sum a cotangent over the mesh axes of `shard_map` over which its operand is one and the same; round it last."""
+    _, sum_over_axes = jax.vjp(lambda operand: operand.astype(jnp.float32) + cotangent, operand)
+    return sum_over_axes(cotangent)[0]

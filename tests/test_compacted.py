@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smmd_jax import LOSSES
+from smmd_jax import LOSSES, cross_entropy_loss, smmd_loss
 from smmd_jax.losses.compacted import is_worth_compacting, losses_at_numbers
 from smmd_jax.operands import live_rows, match_targets
 from tests.cases import make_kernel, make_vocab, text_ids, width
 from tests.programs import products
+from train.chunked_head import chunked_losses
+from train.partition import make_mesh
 
 SIZE, LENGTH, WIDTH = 300, 128, 16
 ROUND = 24  # 3/16 of the row
@@ -92,3 +94,34 @@ def test_products_have_the_rows_of_a_round_and_not_all():
 def test_few_tokens_or_rows_are_not_worth_it():
     assert is_worth_compacting((8, 128), make_kernel(size=SIZE))
     assert not is_worth_compacting((8, 128), make_kernel()) and not is_worth_compacting((8, 32), make_kernel(size=SIZE))
+
+
+def whole_loss(hidden, head, targets, kernel, mask, ce_weights, numeric_weights):
+    logits = hidden @ head
+    ce, smmd = cross_entropy_loss(logits, targets, mask=mask), smmd_loss(logits, targets, kernel, mask=mask)
+    return jnp.sum(ce_weights * ce) + jnp.sum(numeric_weights * smmd)
+
+
+@pytest.mark.parametrize("sizes", [None, {"data": 2}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
+def test_chunks_on_a_mesh_take_the_numeric_rows_of_each_device(sizes):
+    """The gradient of the columns is reduced over devices once, with the head's."""
+    _, _, targets, kernel, mask, weights = problem((40, 0, 25, 3))
+    rng = np.random.default_rng(1)
+    hidden = rng.standard_normal((*targets.shape, WIDTH)).astype(np.float32)
+    head = rng.standard_normal((WIDTH, width(make_vocab(SIZE)))).astype(np.float32)
+    mask, ce_weights, numeric_weights = jnp.asarray(mask), jnp.asarray(mask * 0.01), jnp.asarray(mask * weights)
+    mesh = make_mesh(sizes) if sizes else None
+
+    def chunked(hidden, head):
+        return chunked_losses(
+            hidden, head, targets, kernel, spec=LOSSES["smmd"], ce_weights=ce_weights.astype(jnp.float32),
+            numeric_weights=numeric_weights.astype(jnp.float32), mask=mask, mesh=mesh,
+        )[0]  # fmt: skip
+
+    dense = lambda hidden, head: whole_loss(hidden, head, targets, kernel, mask, ce_weights, numeric_weights)
+    (found, gradients), (wanted, wanted_gradients) = (
+        jax.jit(jax.value_and_grad(function, (0, 1)))(hidden, head) for function in (chunked, dense)
+    )
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    for one, other in zip(gradients, wanted_gradients, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from smmd_jax.kernels import NumericKernel
-from smmd_jax.losses.compacted import is_worth_compacting, losses_at_numbers
+from smmd_jax.losses.compacted import is_worth_compacting, losses_and_gradients_at_numbers, losses_at_numbers
 from smmd_jax.losses.cross_entropy import cross_entropy_loss
 from smmd_jax.losses.table import LossSpec, find_loss
 from smmd_jax.operands import (
@@ -23,6 +23,7 @@ from smmd_jax.operands import (
     check_vocabulary,
     live_rows,
     match_targets,
+    summed_like,
     zeros_varying_like,
 )
 from smmd_jax.scalars import as_integer
@@ -220,19 +221,15 @@ def _with_numbers_apart(loss, chunk, hidden, head, targets, kernel, weights, mas
     (ce_sum, _), (ce, _), found = _scan_chunks(
         None, chunk, hidden, head, targets, kernel, weights, (mask, mask), gradients
     )
-    at_numbers = lambda hidden, columns: losses_at_numbers(loss.columns, hidden, columns, targets, kernel, mask)
-    columns, weight = head[:, kernel.token_ids], weights[1]
+    operands = (loss.columns, hidden, head[:, kernel.token_ids], targets, kernel, mask)
     if found is None:
-        numeric = at_numbers(hidden, columns)
-        return (ce_sum + jnp.sum(weight * numeric), ce, numeric), None
-    numeric, pull = jax.vjp(at_numbers, hidden, columns)
-    by_hidden, by_columns = pull(weight)
-    by_hidden = (found[0][0].astype(jnp.float32) + by_hidden.astype(jnp.float32)).astype(hidden.dtype)
-    by_head = None
-    if gradients == _Gradients.TOGETHER:
-        by_columns = by_columns.astype(jnp.float32)
-        by_head = found[1][0].at[:, kernel.token_ids].add(by_columns, unique_indices=True)
-    return (ce_sum + jnp.sum(weight * numeric), ce, numeric), (by_hidden, by_head)
+        numeric = losses_at_numbers(*operands)
+        return (ce_sum + jnp.sum(weights[1] * numeric), ce, numeric), None
+    numeric, by_hidden, by_columns = losses_and_gradients_at_numbers(*operands, weights[1])
+    (of_ce,), by_head = found
+    by_hidden = (of_ce.astype(jnp.float32) + by_hidden.astype(jnp.float32)).astype(hidden.dtype)
+    by_head = by_head[0].at[:, kernel.token_ids].add(by_columns, unique_indices=True) if by_head else None
+    return (ce_sum + jnp.sum(weights[1] * numeric), ce, numeric), (by_hidden, by_head)
 
 
 class _Gradients(enum.Enum):
@@ -263,13 +260,7 @@ def _loss_sums_backward(spec, chunk, residuals, cotangents):
         by_head = by_head + of_numeric * head_of_numeric
     else:
         by_head = by_head.at[:, kernel.token_ids].add(of_numeric * head_of_numeric, unique_indices=True)
-    return _summed_like(hidden, by_hidden), _summed_like(head, by_head), None, None, None
-
-
-def _summed_like(operand, cotangent):
-    """Sum a cotangent over the mesh axes of `shard_map` over which its operand is one and the same; round it last."""
-    _, sum_over_axes = jax.vjp(lambda operand: operand.astype(jnp.float32) + cotangent, operand)
-    return sum_over_axes(cotangent)[0]
+    return summed_like(hidden, by_hidden), summed_like(head, by_head), None, None, None
 
 
 _loss_sums.defvjp(_loss_sums_forward, _loss_sums_backward)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from smmd_jax.operands import Vocabulary, live_rows, match_targets, zeros_varying_like
+from smmd_jax.operands import Vocabulary, live_rows, match_targets, summed_like, zeros_varying_like
 
 # About 15 % of the positions of a text are numbers: one round of 3/16 is nearly always enough.
 _PARTS, _PARTS_A_ROUND = 16, 3
@@ -89,16 +89,30 @@ def _backward(loss_of_columns, operands, cotangent):
         zeros_varying_like(columns.shape, *leaves),
     )
     _, by_hidden, by_columns = lax.while_loop(lambda state: state[0] < rounds.count, turn, start)
-    return by_hidden, _summed_like(columns, by_columns), None, None, None
+    return by_hidden, summed_like(columns, by_columns), None, None, None
 
 
 losses_at_numbers.defvjp(_forward, _backward)
 
 
-def _summed_like(operand, cotangent):
-    """Sum a cotangent over the mesh axes of `shard_map` over which its operand is one and the same; round it last."""
-    _, sum_over_axes = jax.vjp(lambda operand: operand.astype(jnp.float32) + cotangent, operand)
-    return sum_over_axes(cotangent)[0]
+def losses_and_gradients_at_numbers(
+    loss_of_columns: Callable[..., Array],
+    hidden: Float[Array, "*batch T D"],
+    columns: Float[Array, "D N"],
+    targets: Int[Array, "*batch T"],
+    kernel: Vocabulary,
+    mask: Bool[Array, "*batch T"],
+    weights: Float[Array, "*batch T"],
+) -> tuple[Float[Array, "*batch T"], Float[Array, "*batch T D"], Float[Array, "D N"]]:
+    """Compute `losses_at_numbers` and the gradients of their weighted sum, by hidden and, in float32, by the columns.
+
+    Inside `shard_map` the gradient by the columns is one of this shard's rows, not yet a sum over shards.
+    """
+    # Columns that are one and the same on all shards would get the sum over them.
+    own = columns.astype(jnp.float32) + zeros_varying_like(columns.shape, hidden, targets, mask, weights)
+    at_numbers = lambda hidden, own: losses_at_numbers(loss_of_columns, hidden, own, targets, kernel, mask)
+    losses, pull = jax.vjp(at_numbers, hidden, own)
+    return losses, *pull(weights)
 
 
 class _Rounds:
