@@ -14,7 +14,7 @@ from flax import nnx
 from smmd_jax.backbones import BACKBONES, Decoder, DecoderConfig, RopeConfig, VisionLanguageConfig
 
 V = 37
-SIZES = dict(vocab_size=V, hidden_size=24, intermediate_size=40, num_heads=4, num_kv_heads=2, max_positions=64)
+SIZES = dict(vocab_size=V, hidden_size=24, intermediate_size=40, num_heads=4, num_kv_heads=2, max_positions=128)
 YARN = RopeConfig(theta=1e4, kind="yarn", factor=4.0, original_max_positions=16)
 FAMILIES = {
     "tiny": DecoderConfig(**SIZES | {"num_kv_heads": 4}, num_layers=2),
