@@ -131,7 +131,7 @@ HALF = np.array([[1, 1, 1, 1], [0, 0, 0, 0]])
         (dict(input_ids=IDS, attention_mask=IDS * 1.0), TypeError, "attention_mask is float64"),
         (dict(input_ids=IDS, attention_mask=HALF), ValueError, r"prompt rows \[1\] hold no real token"),
         (dict(max_new_tokens=0), ValueError, "max_new_tokens is 0"),
-        (dict(max_new_tokens=61), ValueError, "exceed the model's 64 positions"),
+        (dict(max_new_tokens=125), ValueError, "exceed the model's 128 positions"),
         (dict(images={}), ValueError, "text backbone"),
         (dict(input_ids=IDS[:0], attention_mask=IDS[:0]), ValueError, "input_ids holds no row"),
         (dict(input_ids=IDS * 37), ValueError, r"token ids \[37\], and the model reads 0 to 36"),
