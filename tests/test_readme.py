@@ -13,15 +13,16 @@ import pytest
 from benchmarks.report import BLOCKS, PAGES, read_results, render
 from benchmarks.run import parse_options
 from smmd_jax import KERNELS, LOSSES
-from train import inspect_data
+from train import inspect_data, plan
 from train.compare import USAGE, make_flags
 from train.config import parse_command_line
 from train.evaluation import EvaluateFlags
 from train.exits import EXIT_CODES
 from train.export import ExportFlags
-from train.flags import parse_flags
+from train.flags import check_names, parse_flags
 from train.gguf_models import WHEEL
 from train.main import TABLES
+from train.plan_config import PlanConfig, complete
 from train.preview import MARKS_LEGEND
 
 ROOT = Path(__file__).parents[1]
@@ -124,8 +125,8 @@ def test_commands_within_scripts_parse(path):
     """Scripts of clusters: whatever stands around them, the commands of this project are right."""
     for text in blocks(path, "shell"):
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-        found = re.findall(r"python -m (train\.\w+)((?: +--[^\s\"]+)+)", text.replace("\\\n", " "))
-        assert len(found) == text.count("python -m ") > 0
+        found = re.findall(r"python -m ((?:train|benchmarks)\.\w+)((?: +--[^\s\"]+)*)", text.replace("\\\n", " "))
+        assert len(found) + text.count("python -m pytest ") == text.count("python -m ") > 0
         for module, flags in found:
             check_command(module, flags.split())
 
@@ -142,6 +143,12 @@ def check_command(module, flags):
         parse_flags(inspect_data.make_flags(), [module, *flags], tables=TABLES, usage=USAGE)
     elif module == "train.evaluate":
         EvaluateFlags(**parse_flags(EvaluateFlags, [module, *flags], tables={}, usage=USAGE))
+    elif module == "train.plan":
+        given = parse_flags(PlanConfig, [module, *flags], tables=plan.TABLES, usage=plan.USAGE)
+        check_names(given, PlanConfig, tables=plan.TABLES)
+        complete(given)
+    elif module == "benchmarks.scale_table":
+        assert not flags
     elif module == "benchmarks.run":
         parse_options(flags)
     else:
@@ -166,7 +173,7 @@ def test_the_readme_has_the_two_commands_that_set_everything_up():
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
 def test_flags_named_in_the_text_exist(path):
-    kinds = (make_flags(), inspect_data.make_flags(), ExportFlags, EvaluateFlags)
+    kinds = (make_flags(), inspect_data.make_flags(), ExportFlags, EvaluateFlags, PlanConfig)
     known = {field for kind in kinds for field in kind.__dataclass_fields__}
     known |= {"loss", "seed", "print_config", "dry_run", "help", "losses", "seeds", "report_only"}
     known |= vars(parse_options([])).keys()
