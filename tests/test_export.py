@@ -266,7 +266,7 @@ def test_an_export_that_is_ended_by_a_signal_leaves_nothing(runs, tmp_path, monk
 
 @pytest.mark.parametrize("fault", ["head", "adapters left out", "nan"])
 def test_a_folder_that_computes_something_else_is_not_written(runs, tmp_path, monkeypatch, fault):
-    def damaged(parameters, config, folder, *, source=None):
+    def damaged(parameters, config, folder, **options):
         layers = dict(parameters["layers"])
         if fault == "head":
             parameters = {**parameters, "embed_tokens": {"embedding": parameters["embed_tokens"]["embedding"] * 1.05}}
@@ -277,7 +277,7 @@ def test_a_folder_that_computes_something_else_is_not_written(runs, tmp_path, mo
             parameters = {**parameters, "layers": {**layers, 0: {**layers[0], "self_attn": {
                 **attention, "q_proj": {**attention["q_proj"], "kernel": attention["q_proj"]["kernel"] * 0},
             }}}}  # fmt: skip
-        save_parameters(parameters, config, folder, source=source)
+        save_parameters(parameters, config, folder, **options)
 
     monkeypatch.setattr(train.hf_folder, "save_parameters", damaged)
     with pytest.raises(ExportError, match=r"was not written: the exported model differs .* max \|dlogit\|") as refused:
@@ -287,7 +287,7 @@ def test_a_folder_that_computes_something_else_is_not_written(runs, tmp_path, mo
 
 
 def test_a_full_disk_leaves_nothing(runs, tmp_path, monkeypatch):
-    def full(parameters, config, folder, *, source=None):
+    def full(parameters, config, folder, **options):
         folder.mkdir()
         (folder / "config.json").write_text("{}")
         raise OSError(28, "No space left on device")

@@ -105,4 +105,4 @@ def test_the_documented_commands_keep_every_published_example(command, tmp_path,
 
 
 def test_the_documented_commands_are_found():
-    assert len(documented_commands()) == 2
+    assert len(documented_commands()) == 3
