@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import train.parameters
+from smmd_jax import make_numeric_kernel
 from smmd_jax.backbones import LORA_TARGETS, PRESETS, REMAT, Decoder, save_pretrained, stack_layers
 from tests.programs import equations, live
 from tests.runs import captured, numbers_of, same_state, shrink, state_of, train_here
@@ -45,6 +46,37 @@ def advance(run, state, steps):
         state, metrics = run.step(state, run.place(next(run.batches)), run.kernel, run.frozen)
         losses.append(float(metrics["loss"]))
     return state, losses
+
+
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [
+        ((), {}),
+        (("--sigma=0.5,4",), {"sigma": (0.5, 4.0)}),
+        (("--kernel=laplace", "--sigma=3"), {"kernel": "laplace", "sigma": 3.0}),
+        (("--kernel=shuffled", "--seed=7"), {"kernel": "shuffled", "seed": 7}),
+        (("--alpha=0.3",), {"alpha": 0.3}),
+        (("--rescale=9",), {"rescale": 9.0}),
+        (("--loss=mmd",), {"terms": "mmd"}),
+        (("--loss=smoothness",), {"terms": "smoothness"}),
+    ],
+)
+def test_the_flags_of_the_kernel_reach_the_step(data_dir, flags, options):
+    run = assembled(data_dir, *flags)
+    wanted = make_numeric_kernel(run.kernel.vocab, **options)
+    jax.tree.map(np.testing.assert_array_equal, run.kernel, wanted)
+
+
+@pytest.mark.parametrize(("flags", "count"), [((), "numeric_count"), (("--normalize_by=tokens",), "ce_count")])
+def test_weight_and_denominator_of_the_flags_reach_the_total(data_dir, flags, count):
+    run = assembled(data_dir, "--loss_weight=2.5", *flags)
+    batch = run.place(next(run.batches))
+    counts = run.objective.counts(batch, run.kernel)
+    coefficients = run.objective.coefficients(counts)
+    denominator = {"numeric_count": counts.numeric, "ce_count": counts.supervised}[count]
+    assert counts.numeric != counts.supervised
+    np.testing.assert_allclose(coefficients.numeric, 2.5 / denominator, rtol=1e-6)
+    np.testing.assert_allclose(coefficients.ce, 1 / counts.supervised, rtol=1e-6)
 
 
 def by_path(tree):
@@ -105,10 +137,13 @@ def test_adapters_do_not_depend_on_the_cut_into_micro_batches(data_dir):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("param_dtype, grad_accum", [("float32", 1), ("bfloat16", 2)])
-def test_bfloat16_products_train_with_float32_moments(data_dir, param_dtype, grad_accum):
+@pytest.mark.parametrize(
+    "param_dtype, grad_accum, optimizer",
+    [("float32", 1, "muon"), ("bfloat16", 2, "muon"), ("bfloat16", 1, "adafactor")],
+)
+def test_bfloat16_products_train_with_float32_moments(data_dir, param_dtype, grad_accum, optimizer):
     run = assembled(data_dir, "--dtype=bfloat16", f"--param_dtype={param_dtype}", f"--grad_accum={grad_accum}",
-                    "--learning_rate=0.01", "--warmup_steps=1")  # fmt: skip
+                    f"--optimizer={optimizer}", "--learning_rate=0.01", "--warmup_steps=1")  # fmt: skip
     state = run.make_state()
     hidden = jax.eval_shape(lambda ids: run.model(state.parameters).hidden(ids), jnp.ones((1, 4), jnp.int32))
     assert hidden.dtype == jnp.bfloat16
