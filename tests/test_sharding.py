@@ -79,7 +79,13 @@ def test_eight_devices_are_born_sharded_and_compute_what_one_computes(axes):
         assert distance(many, one) < 1e-5, parameter_path(path)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *PRESETS])
+# Towers of 32 layers each.
+SLOW_TO_TRACE = {name: pytest.mark.slow for name in ("qwen2.5-vl-3b", "qwen2.5-vl-7b", "llama-3.2-11b-vision")}
+
+
+@pytest.mark.parametrize(
+    "name", [*FAMILIES, *(pytest.param(name, marks=SLOW_TO_TRACE.get(name, ())) for name in PRESETS)]
+)
 def test_every_parameter_matches_exactly_one_rule(name):
     config = FAMILIES.get(name) or PRESETS[name]
     mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})

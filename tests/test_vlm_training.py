@@ -164,9 +164,10 @@ def test_the_gradient_does_not_depend_on_micro_batches():
     "flags",
     [
         pytest.param((), id="all"),
-        pytest.param(("--lora_rank=2", "--vision=lora"), id="adapters", marks=pytest.mark.slow),
+        pytest.param(("--lora_rank=2", "--vision=lora"), id="adapters"),
     ],
 )
+@pytest.mark.slow
 def test_eight_devices_equal_one(flags):
     found = []
     for mesh in ("", "data:2,fsdp:2,tensor:2"):
@@ -214,6 +215,7 @@ def test_flags_that_cannot_be_meant_are_refused():
     assert any("--vision has no effect: backbone=tiny reads text alone" in note for note in notes)
 
 
+@pytest.mark.slow
 def test_a_run_learns_and_goes_on_exactly(tmp_path):
     flags = [*FLAGS, "--learning_rate=0.01", "--dropout=0.1", "--schedule=constant", "--warmup_steps=0"]
     for name, parts in (("straight", (6,)), ("stopped", (3, 6))):
