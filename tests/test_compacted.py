@@ -84,6 +84,18 @@ def test_masked_rows_may_hold_anything():
         np.testing.assert_array_equal(one, other)
 
 
+def test_the_last_row_may_hold_anything_where_a_round_has_rows_to_spare():
+    """A round is filled up with the last row of a sequence, whose state must not reach the gradient of the columns."""
+    hidden, columns, targets, kernel, mask, weights = problem((3, 0))
+    mask = np.array(mask)
+    mask[..., -1] = False
+    clean = both(losses_at_numbers, LOSSES["smmd"].columns, hidden, columns, weights, targets, kernel, mask)
+    hidden = hidden.at[..., -1, :].set(jnp.nan)
+    dirty = both(losses_at_numbers, LOSSES["smmd"].columns, hidden, columns, weights, targets, kernel, mask)
+    for one, other in zip(dirty, clean, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_products_have_the_rows_of_a_round_and_not_all():
     hidden, columns, targets, kernel, mask, _ = problem((5, 5))
     total = lambda hidden: losses_at_numbers(LOSSES["smmd"].columns, hidden, columns, targets, kernel, mask).sum()

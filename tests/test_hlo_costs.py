@@ -1,5 +1,7 @@
 """Costs read from the text of compiled programs: products, traffic, loops, collectives, on programs that are known."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -200,3 +202,21 @@ def test_pieces_of_one_collective_count_once():
 def test_a_text_that_is_no_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY computation"):
         read_program("HloModule nothing\n")
+
+
+def test_shards_that_are_written_out_count_as_the_whole():
+    """The traced body of a `shard_map` has the shapes of one shard."""
+    mesh = make_mesh({"data": 4, "tensor": 2})
+    product = lambda rows, matrix: rows @ matrix
+    sharded = jax.shard_map(product, mesh=mesh, axis_names={"data"}, in_specs=(P("data"), P()), out_specs=P("data"))
+    operands = shape(ROWS, WIDTH), shape(WIDTH, WIDTH)
+    assert product_flops(sharded, *operands) == product_flops(product, *operands) == 2 * ROWS * WIDTH**2
+
+
+def test_a_group_of_all_chips_sends_something():
+    mesh = make_mesh({"data": 8})
+    rows = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    text = text_of(lambda rows: rows.sum(0), rows)
+    unnamed, replaced = re.subn(r"replica_groups=(.*?), (?=\w+=)", "replica_groups={}, ", text)
+    assert replaced and costs_of_text(text).wire_bytes == 2 * 7 / 8 * 4 * WIDTH
+    assert costs_of_text(unnamed).wire_bytes == 2 * 4 * WIDTH

@@ -8,7 +8,7 @@ import pytest
 
 from train.exits import UsageError
 from train.plan_config import PlanConfig, complete
-from train.planning import largest_batch
+from train.planning import largest_batch, read_shortage
 from train.topologies import find_topology, has_libtpu
 
 ROOT = Path(__file__).parents[1]
@@ -28,6 +28,8 @@ def command(*flags):
         (["--backbone=tiny", "--topology=v9:2x4"], "topology=v9:2x4: v9 is not known. Known: v5e, v5p, v6e"),
         (["--backbone=tiny", "--topology=v5e"], "wanted KIND:SHAPE"),
         (["--backbone=tiny", "--topology=v5e:0x4"], "wanted KIND:SHAPE"),
+        (["--backbone=tiny", "--topology=v5e:2x2x2"], "the shape of a v5e slice has 2 axes"),
+        (["--backbone=tiny", "--find_batch", "--batch_size=8"], "leave one out"),
         (["--backbone=tiny", "--loss=smd"], "did you mean smmd?"),
         (["--backbone=tiny", "--batch_size=-1"], "batch_size=-1"),
         (["--backbone=tiny", "--json=/no/such/folder/plan.json"], "there is no folder /no/such/folder"),
@@ -90,3 +92,16 @@ def test_steps_in_memory_do_not_mislead_the_search():
     """Memory that jumps where the compiler changes its mind: the answer fits and the next one does not."""
     bytes_of = lambda rows: 10 * rows + (300 if rows > 40 else 0)
     assert largest_batch(bytes_of, 750, unit=1) == 45
+
+
+@pytest.mark.parametrize(
+    ("message", "wanted"),
+    [
+        ("XLA:TPU compile permanent error. Used 20.5G of 15.75G hbm. Exceeded hbm capacity by 4.8G.", 20.5),
+        ("the total memory required for HLO temporaries (17.50G) exceeds available HBM (15.75G)", 29.5),
+    ],
+)
+def test_a_refusal_for_lack_of_memory_says_how_much_is_needed(message, wanted):
+    """Temporaries alone come on top of the arguments."""
+    assert read_shortage(message, arguments=12 * 2**30) == (int(wanted * 2**30), int(15.75 * 2**30))
+    assert read_shortage("UNIMPLEMENTED: something else", arguments=0) is None

@@ -88,7 +88,8 @@ class Costs:
     def wire_bytes(self) -> float:
         """What each chip sends at least: a ring over n chips sends (n - 1) / n of an array, twice for an all-reduce."""
         factor = {"all-reduce": 2.0}
-        share = lambda each: 1.0 if each.kind == "collective-permute" else 1.0 - 1.0 / max(each.group, 1)
+        # A group of 0 is all chips, whose number the instruction does not say.
+        share = lambda each: 1.0 if each.kind == "collective-permute" or not each.group else 1.0 - 1.0 / each.group
         return sum(
             factor.get(each.kind, 1.0) * share(each) * each.bytes * count for each, count in self.collectives.items()
         )

@@ -11,8 +11,8 @@ from jax.extend.core import Jaxpr, jaxprs_in_params
 def product_flops(function: Callable, *operands: Any) -> float:
     """Count the operations of the matrix products of a function, 2 a multiplication and addition, over all devices.
 
-    Of a branch the dearest counts, of a loop without a known length one turn. Convolutions count as products of a
-    window's positions.
+    Of a branch the dearest counts, of a loop without a known length one turn, of a `shard_map` every shard.
+    Convolutions count as products of a window's positions.
 
     Args:
       operands: arrays or ShapeDtypeStruct.
@@ -41,6 +41,9 @@ def _flops(jaxpr: Jaxpr) -> float:
             total += equation.params["length"] * sum(inner)
         elif name == "cond":
             total += max(inner)
+        elif name == "shard_map":
+            sizes = equation.params["mesh"].shape
+            total += math.prod(sizes[axis] for axis in equation.params["newly_manual_axes"]) * sum(inner)
         else:
             total += sum(inner)
     return total

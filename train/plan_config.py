@@ -79,6 +79,10 @@ def complete(given: Mapping[str, Any]) -> PlanConfig:
     if "backbone" not in given:
         raise UsageError(f"--backbone is required. Known: {', '.join(PRESETS)}, or a folder with a config.json.")
     config = PlanConfig(**given)
+    if config.find_batch and config.batch_size:
+        raise UsageError(
+            f"--find_batch looks for the batch, and batch_size={config.batch_size} gives it: leave one out."
+        )
     topology, model = find_topology(config.topology), find_model(config.backbone)
     mesh = config.mesh or f"fsdp:{topology.chips}"
     layers_differ = bool(getattr(model, "text", model).cross_layers)

@@ -26,9 +26,8 @@ def describe_config(config: PlanConfig) -> str:
 
 def describe_plan(plan: Mapping[str, Any]) -> str:
     """Return what a plan found: memory, time, collectives, largest arrays."""
-    tried = plan.get("tried_batches")
-    lines = [f"batch      {plan['batch_size']} rows, after {len(tried)} compilations"] if tried else []
     usable = plan["hbm_bytes"] * (1 - plan["margin"])
+    lines = [_describe_batch(plan, usable)] if "tried_batches" in plan else []
     verdict = "fits" if plan["fits"] else "DOES NOT FIT"
     lines.append(
         f"memory     {plan['bytes_per_chip'] / GIB:.2f} GiB a chip of {plan['hbm_bytes'] / GIB:.0f}, of which "
@@ -59,6 +58,18 @@ def describe_plan(plan: Mapping[str, Any]) -> str:
         lines.append("note       the compiler stopped for lack of memory: traffic and collectives are not known.")
     lines.append(f"compiled   in {plan['compile_seconds']:.0f} s by libtpu {plan['versions']['libtpu']}")
     return "\n".join(lines)
+
+
+def _describe_batch(plan: Mapping[str, Any], usable: float) -> str:
+    tried = {int(size): used for size, used in plan["tried_batches"].items()}
+    too_large = [size for size, used in tried.items() if used > usable]
+    if not plan["fits"]:
+        verdict = "the smallest there is does not fit"
+    elif too_large:
+        verdict = f"largest found to fit; {min(too_large)} do not"
+    else:
+        verdict = "largest tried, and more may fit"
+    return f"batch      {plan['batch_size']} rows: {verdict}, after {len(tried)} compilations"
 
 
 def _tail(source: str, longest: int = 70) -> str:

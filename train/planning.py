@@ -30,7 +30,9 @@ from train.topologies import Topology, find_topology
 
 # Share of a chip's memory that must stay free: the runtime, the next batch and an evaluation live there too.
 MARGIN = 0.05
-_FULL = re.compile(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm")
+_AMOUNT = r"([\d.]+)([KMGT])"
+# What the compiler says of a program that a chip cannot hold: all of it, or its temporaries, which it lays out first.
+_FULL = re.compile(rf"Used {_AMOUNT} of {_AMOUNT} hbm|\({_AMOUNT}\) exceeds available HBM \({_AMOUNT}\)")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # Flags that a plan and a run share.
 SHARED_FLAGS = (
@@ -118,15 +120,34 @@ def compile_step(program: Program, batch: Any, kernel: Any) -> CompiledStep:
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        found = _FULL.search(str(error))
-        if not found:
+        arguments = _bytes_on_a_chip((program.state_like, program.frozen_like))
+        shortage = read_shortage(str(error), arguments=arguments)
+        if shortage is None:
             raise
-        used, usable = (int(float(found[at]) * _UNITS[found[at + 1]]) for at in (1, 3))
+        used, usable = shortage
         return CompiledStep(
             bytes_per_chip=used, compiled=None, seconds=time.monotonic() - began, usable_bytes=usable
         )
     seconds = time.monotonic() - began
     return CompiledStep(bytes_per_chip=_peak(compiled.memory_analysis()), compiled=compiled, seconds=seconds)
+
+
+def read_shortage(message: str, *, arguments: int) -> tuple[int, int] | None:
+    """Read the bytes that a program needs, and those that it may use, from the compiler's refusal.
+
+    Args:
+      message: of the compiler; None comes back where it is about something else.
+      arguments: bytes of the program's arguments, which its temporaries come on top of.
+
+    Example:
+      >>> read_shortage("total memory required for HLO temporaries (2.5G) exceeds available HBM (2G)", arguments=2**30)
+      (3758096384, 2147483648)
+    """
+    found = _FULL.search(message)
+    if not found:
+        return None
+    amount = lambda at: int(float(found[at]) * _UNITS[found[at + 1]])
+    return (amount(1), amount(3)) if found[1] else (arguments + amount(5), amount(7))
 
 
 def _peak(memory: Any) -> int:

@@ -21,19 +21,21 @@ class Chip:
       hbm_bytes: main memory.
       hbm_bandwidth: bytes a second between it and the units.
       link_bandwidth: bytes a second that leave the chip over all of its links to other chips.
+      axes: of a slice's shape.
     """
 
     flops: float
     hbm_bytes: int
     hbm_bandwidth: float
     link_bandwidth: float
+    axes: int
 
 
 # Google Cloud's pages "TPU v5p", "TPU v5e" and "TPU v6e"; links there are in bits a second.
 CHIPS = {
-    "v5e": Chip(flops=197e12, hbm_bytes=16 * GIB, hbm_bandwidth=8.1e11, link_bandwidth=200e9),
-    "v5p": Chip(flops=459e12, hbm_bytes=95 * GIB, hbm_bandwidth=2.765e12, link_bandwidth=600e9),
-    "v6e": Chip(flops=918e12, hbm_bytes=32 * GIB, hbm_bandwidth=1.6e12, link_bandwidth=448e9),
+    "v5e": Chip(flops=197e12, hbm_bytes=16 * GIB, hbm_bandwidth=8.1e11, link_bandwidth=200e9, axes=2),
+    "v5p": Chip(flops=459e12, hbm_bytes=95 * GIB, hbm_bandwidth=2.765e12, link_bandwidth=600e9, axes=3),
+    "v6e": Chip(flops=918e12, hbm_bytes=32 * GIB, hbm_bandwidth=1.6e12, link_bandwidth=448e9, axes=2),
 }
 # libtpu would ask the cloud's metadata server what this machine is, and complain where there is none.
 _OFFLINE = {
@@ -110,7 +112,7 @@ def find_topology(name: str) -> Topology:
     """Read the name of a slice; whether the compiler knows its shape is seen when its devices are asked for.
 
     Raises:
-      UsageError: not of the form KIND:SHAPE, or a kind without a row in `CHIPS`.
+      UsageError: not of the form KIND:SHAPE, a kind without a row in `CHIPS`, or a shape that it does not have.
 
     Example:
       >>> find_topology("v5e:2x4").chips
@@ -122,4 +124,7 @@ def find_topology(name: str) -> Topology:
     kind, shape = found.groups()
     if kind not in CHIPS:
         raise UsageError(f"topology={name}: {kind} is not known. Known: {', '.join(CHIPS)}.")
-    return Topology(name, CHIPS[kind], tuple(int(length) for length in shape.split("x")))
+    lengths = tuple(int(length) for length in shape.split("x"))
+    if len(lengths) != CHIPS[kind].axes:
+        raise UsageError(f"topology={name}: the shape of a {kind} slice has {CHIPS[kind].axes} axes: {FORM}.")
+    return Topology(name, CHIPS[kind], lengths)

@@ -79,7 +79,7 @@ def _backward(loss_of_columns, operands, cotangent):
         # Rounded as the states are: a float32 delta would make float32 products.
         delta = delta.astype(hidden.dtype)
         of_rows = product("...rn,dn->...rd", delta, columns.astype(hidden.dtype)).astype(hidden.dtype)
-        by_columns = by_columns + product("...rd,...rn->dn", rounds.take(number, hidden), delta)
+        by_columns = by_columns + product("...rd,...rn->dn", rounds.states(number, hidden), delta)
         return number + 1, rounds.put(number, of_rows, by_hidden), by_columns
 
     leaves = jax.tree.leaves((hidden, columns, targets, kernel, mask, cotangent))
@@ -151,10 +151,16 @@ class _Rounds:
 
     def scores(self, number, hidden, columns):
         """Float32 scores [..., R, N] of the rows of a round, and which token each has as target."""
-        live = self._rows(number) < self.length
-        match = match_targets(self.take(number, self.targets), self.kernel.token_ids, live)
-        states = live_rows(self.take(number, hidden), live)
+        match = match_targets(self.take(number, self.targets), self.kernel.token_ids, self._live(number))
+        columns = columns.astype(hidden.dtype)
         scores = jnp.einsum(
-            "...rd,dn->...rn", states, columns.astype(hidden.dtype), preferred_element_type=jnp.float32
+            "...rd,dn->...rn", self.states(number, hidden), columns, preferred_element_type=jnp.float32
         )
         return scores, match
+
+    def states(self, number, hidden):
+        """The hidden states of a round, 0 where a sequence has no more: what stands there may be NaN."""
+        return live_rows(self.take(number, hidden), self._live(number))
+
+    def _live(self, number):
+        return self._rows(number) < self.length
