@@ -39,7 +39,7 @@ class Setting:
         if not quick:
             return config
         return dataclasses.replace(
-            config, num_layers=1, hidden_size=64, intermediate_size=128, vocab_size=min(config.vocab_size, 512)
+            config, num_layers=1, hidden_size=72, intermediate_size=128, vocab_size=min(config.vocab_size, 512)
         )
 
 
