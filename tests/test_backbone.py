@@ -240,8 +240,9 @@ def test_a_download_takes_safetensors_and_never_pickles_or_nested_copies(monkeyp
     huggingface_hub = pytest.importorskip("huggingface_hub")
     files = [
         "model-00001-of-00002.safetensors", "model.safetensors.index.json", "config.json", "tokenizer.json",
-        "tekken.json", "chat_template.jinja", "generation_config.json", "pytorch_model.bin", "model.pth", "modeling.py",
-        "consolidated.safetensors", "original/model.safetensors", "onnx/config.json", "training_args.bin",
+        "tekken.json", "chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json",
+        "generation_config.json", "pytorch_model.bin", "model.pth", "modeling.py", "consolidated.safetensors",
+        "original/model.safetensors", "onnx/config.json", "training_args.bin",
     ]  # fmt: skip
     asked = {}
 
@@ -253,7 +254,7 @@ def test_a_download_takes_safetensors_and_never_pickles_or_nested_copies(monkeyp
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     found = make_backbone(make_config("org/big"))
-    assert asked["files"] == set(files[:7])
+    assert asked["files"] == set(files[:10])
     assert found.folder == original and "org/big is model of the hub" in found.notes[0]
 
 

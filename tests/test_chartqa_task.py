@@ -125,6 +125,15 @@ def test_variants_choose_questions(published, variant, answers):
     assert [example.answer for example in examples(source)] == answers and source.notes == ()
 
 
+def test_a_missing_file_of_questions_is_said(published):
+    (published / "ChartQA Dataset" / "test" / "test_augmented.json").unlink()
+    source = make_source("test", data_dir=str(published), variant="published")
+    assert len(source) == 1
+    [note] = source.notes
+    assert note == f"{published.name}: test_augmented.json is missing, so its questions are not in split test."
+    assert make_source("test", data_dir=str(published), variant="human").notes == ()
+
+
 def test_questions_that_cannot_be_used_are_counted_by_reason(published):
     place = published / "ChartQA Dataset" / "train"
     bad = [

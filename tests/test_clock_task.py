@@ -190,6 +190,30 @@ def test_a_folder_with_a_file_of_labels(tmp_path):
     assert len(make_source("test", data_dir=str(place / "labels.jsonl"), variant="folder")) == 1
 
 
+def test_nothing_of_a_folder_is_passed_over_in_silence(tmp_path):
+    rows = [
+        {"file": "a.png", "time": "1:00"}, {"file": "b.png", "time": "2:00", "split": "Train"},
+        {"file": "c.png", "time": "3:00", "split": ["train"]}, {"file": "d.png", "time": "4:00"},
+        {"file": "d.png", "time": "5:00"}, {"file": "a.png", "time": "1:00"},
+    ]  # fmt: skip
+    labelled = make_folder(tmp_path / "own", {f"{name}.png": png((ord(name),) * 3) for name in "abcd"})
+    (labelled / "labels.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = make_source("test", data_dir=str(labelled), variant="folder")
+    assert [(e.key, e.answer) for e in examples(source)] == [("a.png", "1:00")]
+    [note] = source.notes
+    for words in (
+        "5 of 6 pictures are left out", "split is none of train, test, val, valid, validation, dev (2: pictures b.png,",
+        "listed with different times (2: pictures d.png, d.png)", "listed a second time (1: picture a.png)",
+    ):  # fmt: skip
+        assert words in note, note
+    with pytest.raises(DataError, match="At most 0 may be bad"):
+        make_source("test", data_dir=str(labelled), variant="folder", max_bad_lines=0)
+    files = {"train/3-05/b.tif": b"II*\0", "train/3-05/c": b"?", "train/3-05/.hidden": b"x", "train/list.txt": b"x"}
+    folders = make_folder(tmp_path / "folders", {"train/3-05/a.png": png((1, 2, 3)), **files})
+    [note] = make_source("train", data_dir=str(folders), variant="folder").notes
+    assert "2 of 3 pictures are left out: no image of a known format (2: pictures train/3-05/b.tif, train" in note
+
+
 def test_a_place_without_pictures_is_refused(tmp_path):
     (tmp_path / "train").mkdir()
     for data_dir in (tmp_path, tmp_path / "none"):

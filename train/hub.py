@@ -3,13 +3,10 @@
 import re
 from pathlib import Path
 
+from smmd_jax.backbones.weights import COMPANIONS
 from train.exits import StorageError, UsageError
 
-_FILES = (
-    "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer.json",
-    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "tekken.json",
-    "LICENSE*", "NOTICE*",
-)  # fmt: skip
+_FILES = ("*.safetensors", "*.safetensors.index.json", *COMPANIONS)
 # Folders inside a repository hold other formats, and consolidated files the same weights a second time.
 _NOT_FILES = ("*/*", "consolidated*")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)

@@ -36,7 +36,7 @@ from smmd_jax.errors import CheckpointError
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # What a folder holds beside its weights and a fine-tuned copy still needs, byte for byte.
-_COMPANIONS = (
+COMPANIONS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.json",
     "chat_template.jinja", "tekken.json", "preprocessor_config.json", "processor_config.json", "LICENSE*", "NOTICE*",
@@ -282,7 +282,7 @@ def _as_source(leaves, config: ModelConfig, folder: Path):
     planned = {name: tensor.file for name, tensor in files.tensors.items() if name in tensors}
     companions = {
         path.name: path.read_bytes()
-        for pattern in _COMPANIONS
+        for pattern in COMPANIONS
         for path in sorted(folder.glob(pattern))
         if path.is_file()
     }

@@ -170,6 +170,8 @@ def make_published_source(
         return Example(key=record["key"], prompt=prompt.format(record["query"]), answer=record["label"], image=image)
 
     notes = [describe(path, left_out)] if left_out["reasons"] else []
+    if missing := [f"{split}_{source}.json" for source in sources if source not in find_split(path, split)[1]]:
+        notes.append(f"{path.name}: {' and '.join(missing)} is missing, so its questions are not in split {split}.")
     return RecordSource(builder, split, make_example, form=form, notes=notes)
 
 

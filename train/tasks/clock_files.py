@@ -17,13 +17,16 @@ from train.tasks.prepared import Record, RecordConfig, RecordSource, prepare_bui
 from train.tasks.published import digest
 
 # Raised whenever the same folder would give other records, so that data prepared earlier are never reused.
-CLOCK_FILES_VERSION = 1
+CLOCK_FILES_VERSION = 2
 LABELS = "labels.jsonl"
-# Pictures for validation belong to neither split.
 SPLIT_FOLDERS = ("train", "test")
+# Pictures for validation belong to neither split.
+_SPLITS = (*SPLIT_FOLDERS, "val", "valid", "validation", "dev")
 _TIME_FOLDER = re.compile(r"(?P<hour>[0-9]{1,2})[-_:.](?P<minute>[0-9]{2})", re.ASCII)
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".gif", ".bmp")
 _NO_TIME, _NO_FILE, _NO_ROW = "no single time", "image file is missing or not readable", "line is no object with a file"
+_NO_SPLIT = f"split is none of {', '.join(_SPLITS)}"
+_TWICE, _TWO_TIMES = "listed a second time", "listed with different times"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,12 +38,14 @@ class Photo:
       path: where it is; None: a line that names none.
       split: "train", "test", or another that is read for neither.
       time: what it shows as H:MM, hours 1 to 12; None: its label states no single time.
+      fault: what is wrong with its label otherwise; such a picture is counted in every split.
     """
 
     name: str
     path: Path | None
     split: str
     time: str | None
+    fault: str = ""
 
 
 class ClockPhotos(CountingBuilder):
@@ -83,8 +88,8 @@ class PhotoReader:
         return count_reasons(self.bad, total=len(self.photos), unit="picture")
 
     def _fault(self, photo: Photo) -> str:
-        if photo.path is None:
-            return _NO_ROW
+        if photo.fault:
+            return photo.fault
         if photo.time is None:
             return _NO_TIME
         if photo.name not in self.digests:
@@ -147,8 +152,8 @@ def make_photo_source(
 ) -> RecordSource:
     """Open a split of a folder of labelled pictures; the pictures are read when they are asked for.
 
-    A picture is left out, counted by reason, if its label states no single time, if it cannot be read (see
-    `train.image_files.read_image`), or, in "train", if the same file is in "test" too.
+    A picture is left out, counted by reason, if its label states no single time or an unknown split, if it is listed
+    twice, if it cannot be read (see `train.image_files.read_image`), or, in "train", if the same file is in "test" too.
 
     Args:
       split: "train" or "test".
@@ -168,7 +173,7 @@ def make_photo_source(
     digests = {photo.name: found for photo in photos if photo.path and (found := _digest(photo.path))}
     test = (photo for photo in photos if photo.split == "test" and photo.time and split == "train")
     taken = {digests[photo.name] for photo in test if photo.name in digests}
-    own = [photo for photo in photos if photo.split == split or photo.path is None]
+    own = _told_once([photo for photo in photos if photo.split == split or photo.fault])
     reader = PhotoReader(path=place, photos=own, digests=digests, taken=frozenset(taken))
     if max_bad is not None:  # before anything is written
         for _ in reader():
@@ -178,7 +183,7 @@ def make_photo_source(
     name = f"photos-{split}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
     builder = prepare_builder(ClockPhotos, RecordConfig(name=name, records={split: reader}), data_dir=prepare_in)
     left_out = builder.info.metadata[f"{split}_left_out"]
-    paths = {photo.name: photo.path for photo in own}
+    paths = {photo.name: photo.path for photo in own if not photo.fault}
 
     def make_example(index: int, record: Record) -> Example:
         image = paths[record["file"]].read_bytes()
@@ -199,17 +204,37 @@ def _from_labels(labels: Path) -> list[Photo]:
                 path = labels.parent / row["file"]
                 split, time = row.get("split", "test"), read_time(row)
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                photos.append(Photo(name=f"line {number}", path=None, split="", time=None))
+                photos.append(Photo(name=f"line {number}", path=None, split="", time=None, fault=_NO_ROW))
                 continue
-            photos.append(Photo(name=row["file"], path=path, split=split, time=time))
+            fault = "" if isinstance(split, str) and split in _SPLITS else _NO_SPLIT
+            photos.append(Photo(name=row["file"], path=path, split="" if fault else split, time=time, fault=fault))
     return photos
 
 
 def _from_folders(folder: Path, place: Path) -> Iterator[Photo]:
+    """Every file in a folder named by a time counts; in other folders images alone, and hidden files nowhere."""
     for path in sorted(folder.rglob("*")):
-        if path.suffix.lower() in _SUFFIXES and path.is_file():
-            name, time = path.relative_to(place).as_posix(), read_time({"time": path.parent.name})
-            yield Photo(name=name, path=path, split=folder.name, time=time)
+        time = read_time({"time": path.parent.name})
+        is_meant = time is not None or path.suffix.lower() in _SUFFIXES
+        if is_meant and not path.name.startswith(".") and path.is_file():
+            yield Photo(name=path.relative_to(place).as_posix(), path=path, split=folder.name, time=time)
+
+
+def _told_once(photos: list[Photo]) -> list[Photo]:
+    """Mark what is listed again: of several times for one picture none can be trusted, of one time the first line is
+    enough."""
+    times: dict[str, set[str]] = collections.defaultdict(set)
+    for photo in photos:
+        if photo.time and not photo.fault:
+            times[photo.name].add(photo.time)
+    seen: set[str] = set()
+    told = []
+    for photo in photos:
+        fault = _TWO_TIMES if len(times[photo.name]) > 1 else _TWICE if photo.name in seen else ""
+        told.append(photo if photo.fault or not fault else dataclasses.replace(photo, fault=fault))
+        if not photo.fault:
+            seen.add(photo.name)
+    return told
 
 
 def _digest(path: Path) -> str:
