@@ -68,10 +68,12 @@ if "google.colab" in sys.modules:
     checkout = Path("smmd_jax_checkout")
     if not checkout.exists():
         subprocess.run(["git", "clone", "--depth=1", REPOSITORY, str(checkout)], check=True)
-        pins = [f"{package}=={importlib.metadata.version(package)}" for package in ("jax", "jaxlib", "numpy")]
-        Path("constraints.txt").write_text("\n".join(pins))
-        pip = [sys.executable, "-m", "pip", "install", "-q", "-c", "constraints.txt"]
-        subprocess.run([*pip, f"./{checkout}[train]"], check=True)
+    pins = [f"{package}=={importlib.metadata.version(package)}" for package in ("jax", "jaxlib", "numpy")]
+    Path("constraints.txt").write_text("\n".join(pins))
+    # Again each time: quick where all is there, and an installation that broke off is finished.
+    pip = [sys.executable, "-m", "pip", "install", "-q", "-c", "constraints.txt", f"./{checkout}[train]"]
+    if subprocess.run(pip).returncode:
+        raise RuntimeError(f"pip failed beside {pins[0]} (above): run this cell again, or take a newer runtime.")
     sys.path.insert(0, str(checkout))
 
 # %%
@@ -95,12 +97,13 @@ if PLATFORM == "tpu":
 # %% [markdown]
 # ## On a GPU
 #
-# The same with the products kept, where the memory allows: an L4 or A100 has bfloat16 units, and 22 GiB or more. On a
-# T4 with its 15 GiB set `LORA_RANK` to 16, or train in float32 with the 0.5B model and `--remat=full`.
+# The same with the products kept, where the memory allows: an L4 or A100 has bfloat16 units, and 22 GiB or more. A T4
+# has neither: its products are in float32, layers are computed again, and `LORA_RANK` 16 saves the optimizer's memory.
 
 # %%
 if PLATFORM == "gpu":
-    flags = ["--dtype=bfloat16", "--scan_layers", "--remat=dots"]
+    is_t4 = "T4" in jax.devices()[0].device_kind
+    flags = ["--scan_layers", "--remat=full"] if is_t4 else ["--dtype=bfloat16", "--scan_layers", "--remat=dots"]
 
 # %% [markdown]
 # ## Train

@@ -56,10 +56,12 @@ if "google.colab" in sys.modules:
     checkout = Path("smmd_jax_checkout")
     if not checkout.exists():
         subprocess.run(["git", "clone", "--depth=1", REPOSITORY, str(checkout)], check=True)
-        pins = [f"{package}=={importlib.metadata.version(package)}" for package in ("jax", "jaxlib", "numpy")]
-        Path("constraints.txt").write_text("\n".join(pins))
-        pip = [sys.executable, "-m", "pip", "install", "-q", "-c", "constraints.txt"]
-        subprocess.run([*pip, f"./{checkout}[train]"], check=True)
+    pins = [f"{package}=={importlib.metadata.version(package)}" for package in ("jax", "jaxlib", "numpy")]
+    Path("constraints.txt").write_text("\n".join(pins))
+    # Again each time: quick where all is there, and an installation that broke off is finished.
+    pip = [sys.executable, "-m", "pip", "install", "-q", "-c", "constraints.txt", f"./{checkout}[train]"]
+    if subprocess.run(pip).returncode:
+        raise RuntimeError(f"pip failed beside {pins[0]} (above): run this cell again, or take a newer runtime.")
     sys.path.insert(0, str(checkout))
 
 # %%
