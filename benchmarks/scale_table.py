@@ -70,7 +70,7 @@ def cells() -> list[Cell]:
 def plan(cell: Cell, folder: Path, timeout: float) -> str:
     """Plan one cell in a process of its own; returns a line for the log."""
     path, began = folder / f"{cell.name}.json", time.monotonic()
-    command = [sys.executable, "-m", "train.plan", *cell.flags, f"--json={path}"]
+    command = [sys.executable, "-m", "train.plan", *cell.flags, f"--json={os.path.relpath(path, ROOT)}"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     try:
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -33,8 +34,9 @@ def main(argv: Sequence[str]) -> None:
     plan = make_plan(config, say=lambda line: print(line, flush=True))
     print(describe_plan(plan))
     if config.json:
+        command = f"python -m train.plan {shlex.join(argv[1:])}"
         try:
-            replace_file(config.json, json.dumps({**plan, "command": list(argv)}, indent=1, allow_nan=False) + "\n")
+            replace_file(config.json, json.dumps({**plan, "command": command}, indent=1, allow_nan=False) + "\n")
         except OSError as error:
             raise StorageError(f"cannot write {config.json}: {error}.") from error
 
