@@ -39,11 +39,8 @@ def on_one_device(name, **options):
     return take_step(config_of(name), packed(), **options)
 
 
-CASES = [
-    (name, mesh)
-    for name in NAMES
-    for mesh in (MESHES if name in ("tiny", "gemma3_text") else MESHES[-1:])
-]
+# Every mesh for the decoder that has least of its own, the one with all axes for every family.
+CASES = [(name, mesh) for name in NAMES for mesh in (MESHES if name == "tiny" else MESHES[-1:])]
 
 
 @pytest.mark.slow
@@ -58,9 +55,9 @@ def test_a_step_with_everything_on_is_that_of_one_device(name, mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("options", [{}, {"lora_rank": 4}, {"grad_accum": 2, "loss": "ntil"}], ids=str)
-def test_plain_steps_adapters_and_ratios_are_those_of_one_device(options, mesh):
+@pytest.mark.parametrize("mesh", MESHES[1:], ids=str)
+@pytest.mark.parametrize("options", [{"lora_rank": 4}, {"grad_accum": 2, "loss": "ntil"}], ids=str)
+def test_adapters_and_ratios_are_those_of_one_device(options, mesh):
     one = {name: value for name, value in options.items() if name != "grad_accum"}
     found = take_step(config_of("tiny"), packed(), mesh=mesh, **options)
     assert_same_step(found, on_one_device("tiny", **one), rtol=1e-5)
