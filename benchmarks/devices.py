@@ -28,11 +28,11 @@ def default_path() -> Path:
     return Path("runs") / "benchmarks" / f"{kind}.json"
 
 
-def write_measured(path: Path, name: str, measured: Measured, *, command: str, quick: bool) -> None:
-    """Put one measurement into a device's file; the other measurements of the file stay.
+def read_measured(path: Path) -> dict[str, Any]:
+    """Read a device's file, or begin one of this device: before anything is measured, since that takes minutes.
 
     Raises:
-      ValueError: the file is that of another kind of device or of another machine.
+      ValueError: the file is that of another kind of device or of another machine, or no such file.
     """
     here = {
         "platform": jax.default_backend(),
@@ -40,9 +40,26 @@ def write_measured(path: Path, name: str, measured: Measured, *, command: str, q
         "device_count": len(jax.devices()),
         "machine": describe_machine(),
     }
-    result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {**here, "measurements": {}}
-    if found := {key: result.get(key) for key in here if result.get(key) != here[key]}:
+    if not path.exists():
+        return {**here, "measurements": {}}
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        found = {key: result.get(key) for key in here if result.get(key) != here[key]}
+        result["measurements"].keys()
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} holds no results of benchmarks.run: choose another --json.") from error
+    if found:
         raise ValueError(f"{path} holds results of {found}, and this is {here}: choose another --json.")
+    return result
+
+
+def write_measured(path: Path, name: str, measured: Measured, *, command: str, quick: bool) -> None:
+    """Put one measurement into a device's file; the other measurements of the file stay.
+
+    Raises:
+      ValueError: see `read_measured`.
+    """
+    result = read_measured(path)
     result["measurements"][name] = {
         "command": command,
         "date": datetime.date.today().isoformat(),

@@ -4,8 +4,8 @@
     python -m benchmarks.run --quick                          tiny sizes: proves that it runs, measures nothing
 
 Programs of one table take turns, in reversed order every other round. Columns of packages that are not installed say
-so. Results go to one JSON file for each kind of device; copied into docs/results/devices, `python -m benchmarks.report`
-makes docs/performance.md of them.
+so. Results go to one JSON file for each kind of device; copied to docs/results/device_NAME.json, it is a column of
+docs/performance.md, which `python -m benchmarks.report` writes.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import decode, input_wait, loss_cost, step
-from benchmarks.devices import default_path, goal_rows, write_measured
+from benchmarks.devices import default_path, goal_rows, read_measured, write_measured
 from benchmarks.goals import Measured
 from benchmarks.report import table, table_of
 
@@ -55,6 +55,10 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> None:
     options = parse_options(arguments)
     path = options.json or default_path()
+    try:
+        read_measured(path)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from error
     command = " ".join(["python -m benchmarks.run", *arguments])
     for name in options.names:
         function, title = MEASUREMENTS[name]

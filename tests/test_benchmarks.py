@@ -112,6 +112,12 @@ def test_results_of_one_device_merge_and_those_of_another_are_refused(tmp_path, 
     monkeypatch.setattr(devices, "describe_machine", lambda: "another machine")
     with pytest.raises(ValueError, match="choose another --json"):
         write_measured(path, "step", MEASURED, command="c", quick=False)
+    monkeypatch.setattr(run, "MEASUREMENTS", {"step": run.Measurement(lambda **_: pytest.fail("measured"), "steps")})
+    with pytest.raises(SystemExit, match=r"error: .* this is .*: choose another --json"):
+        run.main([f"--json={path}"])
+    path.write_text("[]")
+    with pytest.raises(SystemExit, match=r"error: .* holds no results of benchmarks.run"):
+        run.main([f"--json={path}"])
 
 
 def test_platforms_without_results_are_unmeasured(tmp_path):

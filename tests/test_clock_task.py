@@ -194,7 +194,7 @@ def test_nothing_of_a_folder_is_passed_over_in_silence(tmp_path):
     rows = [
         {"file": "a.png", "time": "1:00"}, {"file": "b.png", "time": "2:00", "split": "Train"},
         {"file": "c.png", "time": "3:00", "split": ["train"]}, {"file": "d.png", "time": "4:00"},
-        {"file": "d.png", "time": "5:00"}, {"file": "a.png", "time": "1:00"},
+        {"file": "./d.png", "time": "5:00"}, {"file": "a.png", "time": "1:00"},
     ]  # fmt: skip
     labelled = make_folder(tmp_path / "own", {f"{name}.png": png((ord(name),) * 3) for name in "abcd"})
     (labelled / "labels.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -203,7 +203,7 @@ def test_nothing_of_a_folder_is_passed_over_in_silence(tmp_path):
     [note] = source.notes
     for words in (
         "5 of 6 pictures are left out", "split is none of train, test, val, valid, validation, dev (2: pictures b.png,",
-        "listed with different times (2: pictures d.png, d.png)", "listed a second time (1: picture a.png)",
+        "listed with different times (2: pictures d.png, ./d.png)", "listed a second time (1: picture a.png)",
     ):  # fmt: skip
         assert words in note, note
     with pytest.raises(DataError, match="At most 0 may be bad"):

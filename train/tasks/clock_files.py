@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -222,18 +223,19 @@ def _from_folders(folder: Path, place: Path) -> Iterator[Photo]:
 
 def _told_once(photos: list[Photo]) -> list[Photo]:
     """Mark what is listed again: of several times for one picture none can be trusted, of one time the first line is
-    enough."""
+    enough. "a.png" and "./a.png" are one picture."""
+    place_of = lambda photo: os.path.normpath(photo.path) if photo.path else photo.name
     times: dict[str, set[str]] = collections.defaultdict(set)
     for photo in photos:
         if photo.time and not photo.fault:
-            times[photo.name].add(photo.time)
+            times[place_of(photo)].add(photo.time)
     seen: set[str] = set()
     told = []
     for photo in photos:
-        fault = _TWO_TIMES if len(times[photo.name]) > 1 else _TWICE if photo.name in seen else ""
+        fault = _TWO_TIMES if len(times[place_of(photo)]) > 1 else _TWICE if place_of(photo) in seen else ""
         told.append(photo if photo.fault or not fault else dataclasses.replace(photo, fault=fault))
         if not photo.fault:
-            seen.add(photo.name)
+            seen.add(place_of(photo))
     return told
 
 
