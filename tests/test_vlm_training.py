@@ -313,7 +313,10 @@ def test_real_charts_pass_through_every_processor(tmp_path, family):
     backbone = make_backbone(
         TrainConfig(task="chartqa", backbone=str(make_folder(family, tmp_path / family)), max_length=64)
     )
-    prompts = make_prompt_batches(source, backbone.tokenizer, batch_size=8, images=backbone.images)
+    longest = backbone.config.max_positions - 2
+    prompts = make_prompt_batches(
+        source, backbone.tokenizer, batch_size=8, max_length=longest, images=backbone.images
+    )
     model = load_pretrained(backbone.folder)
     answers = answer_prompts(model, backbone.tokenizer, prompts, max_new_tokens=2)
     assert len(answers) == len(source) > 0

@@ -151,6 +151,7 @@ def assemble(config: TrainConfig) -> Run:
             seed=config.seed,
             shard=data_shard(mesh),
             vocab_size=model_config.vocab_size,
+            num_embeddings=getattr(model_config, "text", model_config).num_embeddings,
             max_dropped_fraction=config.max_dropped_fraction,
             cache_dir=cache_folder(config),
             images=backbone.images,

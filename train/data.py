@@ -76,6 +76,7 @@ class Batches(Iterator[Batch]):
         pack: bool,
         pad_id: int,
         vocab_size: int,
+        num_embeddings: int,
         shard: tuple[int, int],
         fingerprint: Mapping[str, Any],
         pictures: Pictures | None = None,
@@ -91,7 +92,7 @@ class Batches(Iterator[Batch]):
         self.examples = np.full((batch_size // count, max_length), -1, np.int32)
         self._rows = range(index * (batch_size // count), (index + 1) * (batch_size // count))
         self._batch_size, self._max_length, self._pack = batch_size, max_length, pack
-        self._pad_id, self._vocab_size = pad_id, vocab_size
+        self._pad_id, self._vocab_size, self._num_embeddings = pad_id, vocab_size, num_embeddings
         self._lengths = np.diff(encoded.starts).tolist()
         self._shortest = min(self._lengths)
         self._order = grain.MapDataset.range(len(encoded)).seed(seed).shuffle().repeat()
@@ -148,7 +149,7 @@ class Batches(Iterator[Batch]):
             positions=lay_out(positions, 0, np.int32),
             segment_ids=lay_out(np.repeat(segments, lengths), 0, np.int32),
         )
-        check_targets(batch.input_ids, self._vocab_size)
+        check_targets(batch.input_ids, self._num_embeddings)
         check_targets(batch.targets, self._vocab_size, mask=batch.target_mask)
         examples = lay_out(np.repeat(self.encoded.source_index[chosen], lengths), -1, np.int32)
         own: list[int | None] = [None] * len(self._rows)
@@ -228,6 +229,7 @@ def make_batches(
     pack: bool = True,
     shard: tuple[int, int] = (0, 1),
     vocab_size: int | None = None,
+    num_embeddings: int | None = None,
     max_dropped_fraction: float = MAX_DROPPED_FRACTION,
     cache_dir: str | None = None,
     images: ImageRows | None = None,
@@ -244,7 +246,10 @@ def make_batches(
       pack: several examples a row; otherwise one.
       shard: (index, count): this process gets the index-th of `count` equal blocks of rows. Every process packs the
         whole batch, so the stream does not depend on `count`, and a run may resume with another number of processes.
-      vocab_size: width of the model's head, against which every batch is checked; None is the tokenizer's.
+      vocab_size: width of the model's head, against which the targets of every batch are checked; None is the
+        tokenizer's.
+      num_embeddings: tokens that the model reads, against which its inputs are checked; None is `vocab_size`. mllama
+        reads a token for images that its head has no column for.
       max_dropped_fraction: refuse when a larger share of the examples does not fit into a row.
       cache_dir: see `encode_source`.
       images: how the backbone reads images; None: it reads text alone.
@@ -264,6 +269,7 @@ def make_batches(
         cache_dir=cache_dir,
         images=images,
     )
+    vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
     pictures = None
     if encoded.has_images:
         pictures = Pictures(source, images, places=encoded.source_index, sizes=encoded.image_sizes)
@@ -286,7 +292,8 @@ def make_batches(
         seed=seed,
         pack=pack,
         pad_id=tokenizer.pad_id,
-        vocab_size=tokenizer.vocab_size if vocab_size is None else vocab_size,
+        vocab_size=vocab_size,
+        num_embeddings=vocab_size if num_embeddings is None else num_embeddings,
         shard=shard,
         fingerprint=fingerprint,
         pictures=pictures,
