@@ -70,13 +70,13 @@ def token_answers(
     """
 
     @nnx.jit
-    def probabilities(model, ids, mask, vision):
-        scores = model.numeric_logits(model.hidden(ids, attention_mask=mask, **vision)[:, -1], vocab)
+    def probabilities(model, ids, mask):
+        scores = model.numeric_logits(model.hidden(ids, attention_mask=mask)[:, -1], vocab)
         return jax.nn.softmax(scores, axis=-1)
 
     answers: list[tuple[Example, str]] = []
     for batch in batches:
-        p = np.asarray(probabilities(model, batch.input_ids, batch.attention_mask, batch.vision()), np.float64)
+        p = np.asarray(probabilities(model, batch.input_ids, batch.attention_mask), np.float64)
         numbers: Sequence[float] = TOKEN_DECODINGS[decode](p[: len(batch.examples)], vocab.values).tolist()
         answers += zip(batch.examples, (number_text(Fraction(number)) for number in numbers), strict=True)
     return answers

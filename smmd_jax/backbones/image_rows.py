@@ -60,11 +60,11 @@ class ImageRows:
         Args:
             sizes: height and width of each image; 0 and 0: no image, which needs no room.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # each layout has its own
 
     def prepare(self, image: ImageInput) -> PreparedImage:
         """Resize, scale and cut one image."""
-        raise NotImplementedError
+        raise NotImplementedError  # each layout has its own
 
     def lay_out(
         self,
@@ -89,7 +89,7 @@ class ImageRows:
         Raises:
             ValueError: a row whose image tokens are not as many as its image gives features; the message has both.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # each layout has its own
 
 
 class PatchedRows(ImageRows):

@@ -12,9 +12,9 @@ from train.exits import DataError
 from train.image_files import ImageError, read_image
 from train.number_text import parse_float
 from train.tasks.base import Example
-from train.tasks.left_out import CountingBuilder, count_reasons, describe, refuse_beyond
+from train.tasks.left_out import CountingBuilder, count_reasons, notes_on, refuse_beyond
 from train.tasks.prepared import Record, RecordConfig, RecordSource, prepare_builder
-from train.tasks.published import digest
+from train.tasks.published import digest_or_none
 from train.tasks.questions import name_question, question_hash
 
 # Raised whenever the same folder would give other records, so that data prepared earlier are never reused.
@@ -159,7 +159,7 @@ def make_published_source(
             pass
         refuse_beyond(path, reader.left_out(), max_bad)
     names = sorted({name for _, _, row in reader.rows if (name := _parts(row)[1])})
-    pictures = [(name, _digest(reader.place / "png" / name)) for name in names]
+    pictures = [(name, digest_or_none(reader.place / "png" / name)) for name in names]
     parts = (CHARTQA_FILES_VERSION, numeric, reader.rows, pictures, sorted(reader.taken))
     name = f"published-{split}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
     builder = prepare_builder(ChartQAQuestions, RecordConfig(name=name, records={split: reader}), data_dir=prepare_in)
@@ -169,7 +169,7 @@ def make_published_source(
         image = (reader.place / "png" / record["imgname"]).read_bytes()
         return Example(key=record["key"], prompt=prompt.format(record["query"]), answer=record["label"], image=image)
 
-    notes = [describe(path, left_out)] if left_out["reasons"] else []
+    notes = notes_on(path, left_out)
     if missing := [f"{split}_{source}.json" for source in sources if source not in find_split(path, split)[1]]:
         notes.append(f"{path.name}: {' and '.join(missing)} is missing, so its questions are not in split {split}.")
     return RecordSource(builder, split, make_example, form=form, notes=notes)
@@ -216,10 +216,3 @@ def _parts(row: Any) -> tuple[str, str, str, str]:
 
 def _is_number(label: str) -> bool:
     return parse_float(label) is not None
-
-
-def _digest(path: Path) -> str:
-    try:
-        return digest(path)
-    except (OSError, ValueError):
-        return ""

@@ -13,9 +13,9 @@ from typing import Any
 from train.exits import DataError
 from train.image_files import ImageError, read_image
 from train.tasks.base import Example
-from train.tasks.left_out import CountingBuilder, count_reasons, describe, refuse_beyond
+from train.tasks.left_out import CountingBuilder, count_reasons, notes_on, refuse_beyond
 from train.tasks.prepared import Record, RecordConfig, RecordSource, prepare_builder
-from train.tasks.published import digest
+from train.tasks.published import digest_or_none
 
 # Raised whenever the same folder would give other records, so that data prepared earlier are never reused.
 CLOCK_FILES_VERSION = 2
@@ -171,7 +171,7 @@ def make_photo_source(
         raise DataError("clock: give --data_dir=FOLDER with pictures of clocks and their labels.")
     place = Path(data_dir)
     photos = find_photos(place)
-    digests = {photo.name: found for photo in photos if photo.path and (found := _digest(photo.path))}
+    digests = {photo.name: found for photo in photos if photo.path and (found := digest_or_none(photo.path))}
     test = (photo for photo in photos if photo.split == "test" and photo.time and split == "train")
     taken = {digests[photo.name] for photo in test if photo.name in digests}
     own = _told_once([photo for photo in photos if photo.split == split or photo.fault])
@@ -190,7 +190,7 @@ def make_photo_source(
         image = paths[record["file"]].read_bytes()
         return Example(key=record["file"], prompt=prompt, answer=record["time"], image=image)
 
-    notes = [describe(place, left_out)] if left_out["reasons"] else []
+    notes = notes_on(place, left_out)
     return RecordSource(builder, split, make_example, form=form, notes=notes)
 
 
@@ -237,10 +237,3 @@ def _told_once(photos: list[Photo]) -> list[Photo]:
         if not photo.fault:
             seen.add(place_of(photo))
     return told
-
-
-def _digest(path: Path) -> str:
-    try:
-        return digest(path)
-    except (OSError, ValueError):  # ValueError: a path with a NUL
-        return ""

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from train.exits import DataError, UsageError
 from train.tasks.base import Example, Task
 from train.tasks.json_lines import READER_VERSION, TEST_SHARE, JsonLines, name_record
-from train.tasks.left_out import CountingBuilder, describe, refuse_beyond
+from train.tasks.left_out import CountingBuilder, notes_on, refuse_beyond
 from train.tasks.prepared import Record, RecordConfig, RecordSource, prepare_builder
 from train.tasks.published import digest
 from train.tasks.questions import make_prompt, question_hash
@@ -87,7 +87,7 @@ def make_source(
         image = (path.parent / record["image"]).read_bytes() if record["image"] else None
         return Example(key=f"{path.name}-{record['line']}", prompt=prompt, answer=record["answer"], image=image)
 
-    notes = [describe(path, left_out)] if left_out["reasons"] else []
+    notes = notes_on(path, left_out)
     return RecordSource(builder, split, make_example, form=f"{form}-prompt1", notes=notes)
 
 

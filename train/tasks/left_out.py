@@ -65,6 +65,11 @@ def describe(path: Path, left_out: Mapping[str, Any]) -> str:
     )
 
 
+def notes_on(path: Path, left_out: Mapping[str, Any]) -> list[str]:
+    """Give what the header of a run says of it: nothing where nothing was left out."""
+    return [describe(path, left_out)] if left_out["reasons"] else []
+
+
 def count_of(left_out: Mapping[str, Any]) -> int:
     """Give the number of all that was left out."""
     return sum(found["count"] for found in left_out["reasons"].values())

@@ -58,6 +58,14 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def digest_or_none(path: Path) -> str:
+    """Give the SHA-256 of a file, or "" where there is none that can be read."""
+    try:
+        return digest(path)
+    except (OSError, ValueError):  # ValueError: a path with a NUL
+        return ""
+
+
 def _download(file: PublishedFile, path: Path, *, wanted: Path) -> Path:
     instead = f"Get {file.name} from {file.url} yourself and put it at {wanted}, or give its folder as --data_dir."
     path.parent.mkdir(parents=True, exist_ok=True)
