@@ -17,7 +17,6 @@ from smmd_jax.backbones import join_parameters
 from smmd_jax.backbones.image_rows import ImageRows
 from smmd_jax.errors import TokenizerError
 from train.backbone import Backbone, make_backbone
-from train.chunked_head import choose_logits
 from train.config import TrainConfig, parse_mesh
 from train.data import Batch, Batches, make_batches
 from train.encode import Statistics
@@ -139,7 +138,7 @@ def assemble(config: TrainConfig) -> Run:
         check_batch_size(mesh, config.batch_size, config.grad_accum)
         objective = make_objective(config.loss, weight=config.loss_weight, normalize_by=config.normalize_by)
         _check_objective(objective, config)
-    backbone = _backbone(config)
+    backbone = make_backbone(config)
     tokenizer, model_config = backbone.tokenizer, backbone.config
     with _storage_errors(config.data_dir or default_data_dir()):
         source = open_split(config, task.train_split)
@@ -166,15 +165,13 @@ def assemble(config: TrainConfig) -> Run:
             "another --numeric_policy, or --loss=ce."
         )
     with _usage_errors():
-        logits = choose_logits(
+        objective = objective.placed(
             config.logits,
-            objective.spec,
             rows=config.batch_size // config.grad_accum,
             length=config.max_length,
             width=model_config.vocab_size,
             mesh=mesh,
         )
-        objective = dataclasses.replace(objective, logits=logits, mesh=mesh)
         kernel = place_everywhere(_kernel(objective, vocab, config), mesh)
         if config.loss not in LOSSES:
             check_own_loss(config.loss, kernel, model_config.vocab_size)
@@ -214,11 +211,6 @@ def assemble(config: TrainConfig) -> Run:
         backbone_folder=backbone.folder,
         notes=notes,
     )
-
-
-def _backbone(config: TrainConfig) -> Backbone:
-    """Find the tokenizer, the decoder's config and the folder of weights that --backbone names."""
-    return make_backbone(config)
 
 
 def _count(like: Any) -> int:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from smmd_jax import LOSSES, LossSpec, cross_entropy_loss, numeric_mask
 from smmd_jax.losses.compacted import is_worth_compacting, losses_at_numbers
 from smmd_jax.operands import live_rows, match_targets
-from train.chunked_head import chunked_losses
+from train.chunked_head import choose_logits, chunked_losses
 from train.data import Batch
 from train.own_loss import at_numbers, find_own_loss
 
@@ -75,6 +75,11 @@ class Objective:
     def needs_values(self) -> bool:
         """Whether the coefficients depend on the sums of the whole batch, not on its counts alone."""
         return self.spec.join == "scale_to_ce"
+
+    def placed(self, logits: str, *, rows: int, length: int, width: int, mesh: Mesh) -> "Objective":
+        """Give the objective of a mesh, its logits made as asked or by the rule; see `choose_logits`."""
+        logits = choose_logits(logits, self.spec, rows=rows, length=length, width=width, mesh=mesh)
+        return dataclasses.replace(self, logits=logits, mesh=mesh)
 
     def counts(self, batch: Batch, kernel: Any) -> Counts:
         """Count over the whole batch, before it is cut into micro-batches."""

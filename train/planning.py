@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 
 from smmd_jax import make_numeric_kernel, make_numeric_vocab
 from train.backbone import Backbone
-from train.chunked_head import choose_logits
 from train.config import TrainConfig, parse_mesh
 from train.environment import installed_versions
 from train.exits import UsageError
@@ -64,16 +63,13 @@ def plan_program(config: PlanConfig, devices: list[jax.Device]) -> tuple[Program
                 f"mesh={run.mesh} has {mesh.size} chips, topology={config.topology} {len(devices)}: use all of them."
             )
         check_batch_size(mesh, run.batch_size, run.grad_accum)
-        objective = make_objective(run.loss)
-        logits = choose_logits(
+        objective = make_objective(run.loss).placed(
             config.logits,
-            objective.spec,
             rows=run.batch_size // run.grad_accum,
             length=run.max_length,
             width=model.vocab_size,
             mesh=mesh,
         )
-        objective = dataclasses.replace(objective, logits=logits, mesh=mesh)
         parameters = make_parameters(run, Backbone(name=run.backbone, tokenizer=None, config=model, folder=None), mesh)
         schedule = make_schedule(
             run.schedule, learning_rate=run.learning_rate, warmup_steps=run.warmup, steps=run.steps
